@@ -1,0 +1,57 @@
+"""Every error that Clover raises on purpose.
+
+    CloverError
+    |-- ConfigError       a configuration that is not understood, or whose values contradict each other
+    |-- CheckpointError   a folder of weights that is damaged, incomplete or not what its config says
+    |-- TokenizerError    a tokenizer file that cannot be used
+    |-- TemplateError     a chat template that fails or tries to leave its sandbox
+    |-- PromptError       a prompt that cannot be answered: empty, too long, holding reserved ids
+    |-- RequestError      a request knob outside its range
+    |-- GenerationError   decoding that cannot go on (for example NaN logits)
+    |-- TaskError         an unknown task family or split
+    `-- TrainingError     training that cannot go on (for example a loss that is not finite)
+
+Each message says what was expected, what was found and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class CloverError(Exception):
+    """The base of all errors that Clover raises on purpose."""
+
+
+class ConfigError(CloverError, ValueError):
+    """A configuration that is not understood, or whose values contradict each other."""
+
+
+class CheckpointError(CloverError):
+    """A folder of weights that is damaged, incomplete or not what its config says."""
+
+
+class TokenizerError(CloverError):
+    """A tokenizer file that cannot be used."""
+
+
+class TemplateError(CloverError):
+    """A chat template that fails, or tries to leave its sandbox."""
+
+
+class PromptError(CloverError, ValueError):
+    """A prompt that cannot be answered: empty, too long, or holding reserved ids."""
+
+
+class RequestError(CloverError, ValueError):
+    """A request knob outside its range, or one that the model cannot honour."""
+
+
+class GenerationError(CloverError):
+    """Decoding that cannot go on, for example because logits are NaN."""
+
+
+class TaskError(CloverError, ValueError):
+    """An unknown task family or split."""
+
+
+class TrainingError(CloverError):
+    """Training that cannot go on, for example because the loss is not finite."""
