@@ -1,0 +1,213 @@
+"""The gated delta rule: an obvious recurrence, its chunked form, and FLA's kernels on CUDA.
+
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T,   u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t),   o_t = K^-1/2 S_t^T q_t
+
+Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, equation 10; chunked form section 3.2.
+
+Shapes: B rows, T tokens, Hk key heads, H value heads, K / V head widths, N chunks of C tokens, M
+query points. The state S is [B, H, K, V]: a query reads it as S^T q. All arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_SIZE = 32
+
+
+def expand_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Returns `x` [B, T, Hk, K] with every key head repeated for its group of value heads, [B, T, H, K]."""
+    repeats = num_heads // x.shape[2]
+    return x if repeats == 1 else x.repeat_interleave(repeats, dim=2)
+
+
+def recurrent_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns outputs and final state, one token at a time: the reference that the rest must equal.
+
+    Args:
+        q, k: [B, T, Hk, K], of unit length.
+        v: [B, T, H, V].
+        g: [B, T, H], log of the decay, <= 0.
+        beta: [B, T, H], writing strength in [0, 1].
+        initial_state: [B, H, K, V], zeros if None.
+
+    Returns:
+        o [B, T, H, V] and the state [B, H, K, V], both in the computation dtype (fp32 or wider).
+    """
+    num_heads = v.shape[2]
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k = (expand_heads(x, num_heads).to(dtype) for x in (q, k))
+    v, g, beta = v.to(dtype), g.to(dtype), beta.to(dtype)
+    state = v.new_zeros(v.shape[0], num_heads, k.shape[-1], v.shape[-1])
+    if initial_state is not None:
+        state = initial_state.to(dtype)
+    outputs = []
+    for t in range(v.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        predicted = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        u = beta[:, t, :, None] * (v[:, t] - predicted)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], u)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * k.shape[-1] ** -0.5)
+    o = torch.stack(outputs, dim=1) if outputs else v.new_zeros(v.shape)
+    return o, state
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaTrace:
+    """What a chunked pass leaves behind: enough to give the state after ANY of its tokens.
+
+    The state after p tokens is one small matmul over the chunk that holds p. That serves three
+    masters: committing a prefix of a verified block, the state at the start of each noised block in
+    training, and the preview half of a fused pass.
+    """
+
+    k: Tensor  # [B, H, N, C, K]
+    u: Tensor  # [B, H, N, C, V]
+    cumulative_g: Tensor  # [B, H, N, C]
+    chunk_states: Tensor  # [B, H, N, K, V], the state before each chunk
+    final_state: Tensor  # [B, H, K, V]
+    documents: Tensor | None  # [B, N, C]
+
+    def state_at(self, counts: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Returns the state after the first `counts` tokens of each row.
+
+        Args:
+            counts: [B, M] int64, 0 <= counts <= T.
+            documents: [B, M], the document that each query point belongs to. Only its tokens count.
+
+        Returns:
+            [B, M, H, K, V].
+        """
+        num_chunks, chunk_size = self.k.shape[2:4]
+        chunk = (counts // chunk_size).clamp(max=num_chunks - 1)  # [B, M]
+        offset = counts - chunk * chunk_size  # 0..C
+        batch = torch.arange(counts.shape[0], device=counts.device)[:, None]
+        # Advanced indices on axes 0 and 2 come first in the result: [B, M, H, ...].
+        k, u = self.k[batch, :, chunk], self.u[batch, :, chunk]
+        state, g = self.chunk_states[batch, :, chunk], self.cumulative_g[batch, :, chunk]
+        g_before = F.pad(g, (1, 0)).gather(-1, offset[:, :, None, None].expand(*g.shape[:3], 1))
+        written = torch.arange(chunk_size, device=counts.device) < offset[..., None]  # [B, M, C]
+        carries = g_before.exp()  # [B, M, H, 1]
+        if self.documents is not None:
+            assert documents is not None, "a packed trace needs the documents of its query points"
+            written = written & (self.documents[batch, chunk] == documents[..., None])
+            carried = _last_documents(self.documents)[batch, chunk] == documents
+            carries = carries * carried[:, :, None, None]
+        weights = (g_before - g).masked_fill(~written[:, :, None], -torch.inf).exp()
+        return carries[..., None] * state + (k * weights[..., None]).transpose(-1, -2) @ u
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    document_ids: Tensor | None = None,
+    chunk_size: int = CHUNK_SIZE,
+) -> tuple[Tensor, DeltaTrace]:
+    """Returns what `recurrent_delta_rule` returns, computed in chunks, and the trace of the pass.
+
+    Inside a chunk the updates u solve a unit lower triangular system (the WY form); between chunks
+    only the state is carried. Forward substitution is used rather than an explicit inverse: keys may
+    be nearly parallel, and powers of the system then lose all their digits.
+
+    Args:
+        q, k, v, g, beta, initial_state: as for `recurrent_delta_rule`.
+        document_ids: [B, T] int64. Packed documents: the state resets where the id changes, exactly.
+        chunk_size: tokens per chunk.
+    """
+    num_tokens, num_heads = v.shape[1:3]
+    chunk_size = max(1, min(chunk_size, num_tokens))
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k = expand_heads(q, num_heads), expand_heads(k, num_heads)
+    q, k, v = (_chunked(x.to(dtype), chunk_size) for x in (q, k, v))  # [B, H, N, C, .]
+    g, beta = (_chunked(x.to(dtype).unsqueeze(-1), chunk_size) for x in (g, beta))  # [B, H, N, C, 1]
+    documents = None
+    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
+    if document_ids is not None:
+        padding = -num_tokens % chunk_size
+        documents = F.pad(document_ids, (0, padding), value=-1).unflatten(1, (-1, chunk_size))
+        causal = causal & (documents[..., :, None] == documents[..., None, :]).unsqueeze(1)
+
+    cumulative_g = g.cumsum(-2)  # [B, H, N, C, 1]
+    decay = (cumulative_g - cumulative_g.transpose(-1, -2)).masked_fill(~causal, -torch.inf).exp()
+    from_start, to_end = cumulative_g.exp(), (cumulative_g[..., -1:, :] - cumulative_g).exp()
+    chunk_decay = from_start[..., -1:, :]
+    if documents is not None:
+        carried, last = _last_documents(documents), documents[..., -1:]
+        from_start = from_start * (documents == carried[..., None])[:, None, ..., None]
+        to_end = to_end * (documents == last)[:, None, ..., None]
+        chunk_decay = chunk_decay * (carried == last[..., 0])[:, None, :, None, None]
+
+    system = (beta * k) @ k.transpose(-1, -2) * decay  # its diagonal is not read
+    right = torch.cat([beta * v, beta * from_start * k], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u_free, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scale = k.shape[-1] ** -0.5
+    attention = scale * (q @ k.transpose(-1, -2)) * decay
+    q, k_to_end = scale * from_start * q, (to_end * k).transpose(-1, -2)
+
+    state = v.new_zeros(v.shape[0], num_heads, k.shape[-1], v.shape[-1])
+    if initial_state is not None:
+        state = initial_state.to(dtype)
+    states, updates, read = [], [], []
+    for chunk in range(v.shape[2]):
+        u = u_free[:, :, chunk] - w[:, :, chunk] @ state
+        states.append(state)
+        updates.append(u)
+        read.append(q[:, :, chunk] @ state)
+        state = chunk_decay[:, :, chunk] * state + k_to_end[:, :, chunk] @ u
+    u = torch.stack(updates, dim=2)
+    o = torch.stack(read, dim=2) + attention @ u
+    o = o.flatten(2, 3)[:, :, :num_tokens].transpose(1, 2)
+    trace = DeltaTrace(
+        k=k,
+        u=u,
+        cumulative_g=cumulative_g.squeeze(-1),
+        chunk_states=torch.stack(states, dim=2),
+        final_state=state,
+        documents=documents,
+    )
+    return o, trace
+
+
+def _chunked(x: Tensor, chunk_size: int) -> Tensor:
+    """Returns [B, T, H, X] as [B, H, N, C, X]; the padding writes nothing (beta 0) and keeps all (g 0)."""
+    x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk_size))
+    return x.unflatten(2, (-1, chunk_size))
+
+
+def _last_documents(documents: Tensor) -> Tensor:
+    """Returns, for each chunk, the document of the token just before it [B, N]; -2 (nobody) for the first."""
+    return F.pad(documents[:, :-1, -1], (1, 0), value=-2)
+
+
+@cache
+def has_fla() -> bool:
+    """True if flash-linear-attention can be imported."""
+    return find_spec("fla") is not None
+
+
+def fla_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns outputs and final state by FLA's CUDA kernels (short inputs: the fused recurrence)."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+    kernel = chunk_gated_delta_rule if v.shape[1] > CHUNK_SIZE else fused_recurrent_gated_delta_rule
+    q, k = expand_heads(q, v.shape[2]), expand_heads(k, v.shape[2])
+    o, state = kernel(
+        q.to(v.dtype), k.to(v.dtype), v, g, beta, initial_state=initial_state, output_final_state=True
+    )
+    return o, state

@@ -1,0 +1,123 @@
+"""Mixture of experts: fp32 softmax router, top-k renormalised, a shared expert behind a sigmoid gate.
+
+In a preview the tokens of one block share a coreset of experts: weights read per pass decide the
+speed at batch 1, and a block that may use every expert reads nearly all of them.
+
+Shapes: X tokens, D hidden width, E experts, A experts per token, I expert width, n block tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clover.config import MoeConfig
+from clover.model.layers import SwiGLU
+from clover.model.streams import Streams
+
+# Up to this many token-expert pairs beyond those needed, computing every expert for every token in
+# three batched products beats gathering each expert's tokens: small passes are bound by overhead.
+DENSE_MAX_TOKENS = 64
+DENSE_MAX_EXPERTS = 16
+
+
+class Experts(nn.Module):
+    """The routed experts' weights, fused: gate rows first in `gate_up_proj`."""
+
+    def __init__(self, config: MoeConfig, hidden_size: int) -> None:
+        super().__init__()
+        num_experts, width = config.num_experts, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * width, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, width))
+
+    def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """Returns the weighted sum of the chosen experts' outputs.
+
+        Args:
+            x: [X, D].
+            weights, indices: [X, A], the router's choice.
+        """
+        num_experts = self.gate_up_proj.shape[0]
+        if x.shape[0] <= DENSE_MAX_TOKENS and num_experts <= DENSE_MAX_EXPERTS:
+            return self._forward_dense(x, weights, indices)
+        return self._forward_sorted(x, weights, indices)
+
+    def forward_reference(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """Returns the same, token by token and expert by expert: the truth the others must equal."""
+        output = torch.zeros_like(x)
+        for token in range(x.shape[0]):
+            for weight, expert in zip(weights[token], indices[token], strict=True):
+                gate, up = (self.gate_up_proj[expert] @ x[token]).chunk(2)
+                output[token] += weight * (self.down_proj[expert] @ (F.silu(gate) * up))
+        return output
+
+    def _forward_dense(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """Computes every expert for every token and keeps the chosen ones."""
+        share = torch.zeros(x.shape[0], self.gate_up_proj.shape[0], dtype=x.dtype, device=x.device)
+        share = share.scatter(1, indices, weights.to(x.dtype))  # [X, E]
+        gate, up = (x @ self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)  # [E, X, I] each
+        output = (F.silu(gate) * up * share.t().unsqueeze(-1)) @ self.down_proj.transpose(1, 2)
+        return output.sum(0)
+
+    def _forward_sorted(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """Sorts the token-expert pairs by expert: one product per expert that is used."""
+        per_token = indices.shape[1]
+        order = indices.flatten().argsort(stable=True)
+        counts = indices.flatten().bincount(minlength=self.gate_up_proj.shape[0]).tolist()
+        tokens = order // per_token
+        outputs = []
+        for expert, rows in enumerate(x[tokens].split(counts)):
+            if counts[expert]:
+                gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, dim=-1)
+                outputs.append(F.linear(F.silu(gate) * up, self.down_proj[expert]))
+        chosen = torch.cat(outputs) * weights.flatten()[order, None].to(x.dtype)
+        return torch.zeros_like(x).index_add(0, tokens, chosen.to(x.dtype))
+
+
+class SparseMoe(nn.Module):
+    """Router, routed experts and the shared expert."""
+
+    def __init__(self, config: MoeConfig, hidden_size: int, coreset_size: int | None) -> None:
+        super().__init__()
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.coreset_size = coreset_size
+        self.gate = nn.Linear(hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config, hidden_size)
+        self.shared_expert = SwiGLU(hidden_size, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False)
+
+    def forward(self, hidden_states: Tensor, streams: Streams) -> Tensor:
+        """Returns the layer's output, shape of `hidden_states` [B, L, D]."""
+        probabilities = self.gate(hidden_states).float().softmax(dim=-1)  # [B, L, E]
+        if self.coreset_size is not None and streams.num_blocks:
+            clean, canvas = probabilities.split(
+                [streams.num_clean, streams.num_blocks * streams.block_size], dim=1
+            )
+            blocks = canvas.unflatten(1, (streams.num_blocks, streams.block_size))
+            blocks = restrict_to_coreset(blocks, self.coreset_size)
+            probabilities = torch.cat([clean, blocks.flatten(1, 2)], dim=1)
+        weights, indices = probabilities.flatten(0, 1).topk(self.num_experts_per_tok, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        x = hidden_states.flatten(0, 1)
+        routed = self.experts(x, weights.to(x.dtype), indices)
+        shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return (routed + shared).view_as(hidden_states)
+
+
+def restrict_to_coreset(probabilities: Tensor, coreset_size: int) -> Tensor:
+    """Returns the router's probabilities with every expert outside the block's coreset at zero.
+
+    An expert's score is its highest probability over the tokens of the block; the `coreset_size`
+    best are admitted. The rule is our reading of what was announced, kept in this one place.
+
+    Args:
+        probabilities: [..., n, E].
+        coreset_size: experts admitted, at least the experts per token.
+    """
+    if coreset_size >= probabilities.shape[-1]:
+        return probabilities
+    scores = probabilities.amax(dim=-2, keepdim=True)  # [..., 1, E]
+    admitted = torch.zeros_like(scores, dtype=torch.bool)
+    admitted = admitted.scatter(-1, scores.topk(coreset_size, dim=-1).indices, True)
+    return probabilities.masked_fill(~admitted, 0.0)
