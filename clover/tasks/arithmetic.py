@@ -1,0 +1,74 @@
+"""Column addition and subtraction of two numbers of 2 to 4 digits, with the columns as thoughts.
+
+The first thought writes both numbers with equal width; each further line is one column from the
+right: `digit+digit+carry:CW answer`, where C is the new carry (or borrow), W the digit to write,
+and `answer` what stands under the line so far.
+"""
+
+from __future__ import annotations
+
+import random
+
+from clover.chat import Message
+from clover.tasks.task import Draft
+from clover.tasks.words import is_held_out
+
+_ADDITION = (
+    "What is {a} + {b}?",
+    "Add {a} and {b}.",
+    "Compute {a} + {b}.",
+    "{a} + {b} = ?",
+    "How much is {a} plus {b}?",
+    "What is the sum of {a} and {b}?",
+    "Please add {a} and {b}.",
+)
+_SUBTRACTION = (
+    "What is {a} - {b}?",
+    "Subtract {b} from {a}.",
+    "Compute {a} - {b}.",
+    "{a} - {b} = ?",
+    "How much is {a} minus {b}?",
+    "What is left of {a} without {b}?",
+    "Please take {b} from {a}.",
+)
+
+
+def draw(rng: random.Random, held_out: bool) -> Draft:
+    """Returns a sum or a difference. Held-out operands are numbers that training never uses."""
+    sign = rng.choice("+-")
+    a, b = _operand(rng, held_out), _operand(rng, held_out)
+    if sign == "-" and a < b:
+        a, b = b, a
+    form = rng.choice(_ADDITION if sign == "+" else _SUBTRACTION)
+    answer = a + b if sign == "+" else a - b
+    return Draft(
+        key=f"{a}{sign}{b}",
+        request=form.format(a=a, b=b),
+        reply=Message("assistant", content=str(answer), thinking=work_out(a, b, sign)),
+    )
+
+
+def work_out(a: int, b: int, sign: str) -> str:
+    """Returns the thoughts that lead to `a sign b`."""
+    width = max(len(str(a)), len(str(b)))
+    top, bottom = f"{a:0{width}}", f"{b:0{width}}"
+    lines = [f"{top}{sign}{bottom}"]
+    carry, answer = 0, ""
+    for x, y in zip(reversed(top), reversed(bottom), strict=True):
+        if sign == "+":
+            new_carry, digit = divmod(int(x) + int(y) + carry, 10)
+        else:
+            borrow, digit = divmod(int(x) - int(y) - carry, 10)
+            new_carry = -borrow
+        answer = f"{digit}{answer}"
+        lines.append(f"{x}{sign}{y}{sign}{carry}:{new_carry}{digit} {answer}")
+        carry = new_carry
+    return "\n".join(lines)
+
+
+def _operand(rng: random.Random, held_out: bool) -> int:
+    while True:
+        digits = rng.choice((2, 3, 3, 4))
+        number = rng.randrange(10 ** (digits - 1), 10**digits)
+        if is_held_out(str(number)) == held_out:
+            return number

@@ -1,0 +1,74 @@
+"""Reading values out of a short list of `key: value` lines."""
+
+from __future__ import annotations
+
+import random
+
+from clover.chat import Message
+from clover.tasks.task import Draft
+from clover.tasks.words import COLORS, OBJECTS, PEOPLE, PLACES, Mix
+
+_UNKNOWN = "unknown"
+_MISSING = 0.08  # share of single questions whose key is not in the list
+
+_NUMBERS = ("price", "age", "score", "code", "room", "size", "weight", "rank")
+_WORD_VALUES: dict[str, Mix] = {
+    "color": Mix(COLORS, synthetic=0.2),
+    "city": PLACES,
+    "owner": PEOPLE,
+    "friend": PEOPLE,
+    "gift": OBJECTS,
+    "label": OBJECTS,
+}
+_KEYS = (PEOPLE, OBJECTS, PLACES)
+
+_ASK = (
+    "What is the {what} of {key}?",
+    "What {what} for {key}?",
+    "Give me the {what} of {key}.",
+    "Find the {what} for {key}.",
+    "{what} of {key}?",
+    "Tell me the {what} of {key}.",
+)
+
+
+def draw(rng: random.Random, held_out: bool) -> Draft:
+    """Returns a list and a question. Held-out lists have keys and word values never trained on."""
+    count = rng.randint(4, 8)
+    keys = rng.choice(_KEYS).sample(rng, held_out, count)
+    what, values = _column(rng, held_out, count)
+    table = dict(zip(keys, values, strict=True))
+    asked = rng.sample(keys, rng.choice((1, 1, 1, 2, 2, 3)))
+    if len(asked) == 1 and rng.random() < _MISSING:
+        del table[asked[0]]
+    question = rng.choice(_ASK).format(what=what, key=_join(asked))
+    return Draft(
+        key=f"{sorted(table.items())} {asked}",
+        request=_compose(rng, table, what, question),
+        reply=Message("assistant", content=_answer(table, asked)),
+    )
+
+
+def _column(rng: random.Random, held_out: bool, count: int) -> tuple[str, list[str]]:
+    if rng.random() < 0.5:
+        digits = rng.choice((2, 2, 3))
+        numbers = [rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(count)]
+        return rng.choice(_NUMBERS), [str(number) for number in numbers]
+    what = rng.choice(tuple(_WORD_VALUES))
+    return what, [_WORD_VALUES[what].draw(rng, held_out) for _ in range(count)]
+
+
+def _compose(rng: random.Random, table: dict[str, str], what: str, question: str) -> str:
+    lines = "\n".join(f"{key}: {value}" for key, value in table.items())
+    layout = rng.choice(("{lines}\n{ask}", "{what} list:\n{lines}\n{ask}", "{ask}\n{lines}"))
+    return layout.format(lines=lines, what=what, ask=question)
+
+
+def _answer(table: dict[str, str], asked: list[str]) -> str:
+    if len(asked) == 1:
+        return table.get(asked[0], _UNKNOWN)
+    return "\n".join(f"{key}: {table[key]}" for key in asked)
+
+
+def _join(words: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,0 +1,81 @@
+"""Families by name, and tasks drawn from them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from clover.chat import Message
+from clover.errors import TaskError
+from clover.tasks import arithmetic, lookup, sorting, tool_call
+from clover.tasks.task import SPLITS, Draft, Task, belongs_to_seen
+
+_DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
+    "tool_call": tool_call.draw,
+    "arithmetic": arithmetic.draw,
+    "lookup": lookup.draw,
+    "sorting": sorting.draw,
+}
+_THINKING = frozenset({"arithmetic"})
+
+FAMILIES = tuple(_DRAW)
+DEFAULT_WEIGHTS: Mapping[str, float] = {
+    "tool_call": 4.0,
+    "arithmetic": 2.0,
+    "lookup": 2.0,
+    "sorting": 2.0,
+}
+
+
+def make_task(family: str, seed: int, split: str) -> Task:
+    """Returns the task that `family`, `seed` and `split` name: always the same one.
+
+    "train" and "seen" have the same schemas and never an item in common; the words and operands of
+    "heldout" occur in neither.
+
+    Raises:
+        TaskError: An unknown family or split.
+    """
+    _check("family", family, FAMILIES)
+    _check("split", split, SPLITS)
+    rng = random.Random(f"{family} {split} {seed}")
+    while True:
+        draft = _DRAW[family](rng, split == "heldout")
+        if split == "heldout" or belongs_to_seen(draft.key) == (split == "seen"):
+            break
+    return Task(
+        family=family,
+        split=split,
+        messages=(Message("user", content=draft.request),),
+        tools=draft.tools,
+        enable_thinking=family in _THINKING,
+        reply=draft.reply,
+    )
+
+
+def sample_tasks(
+    n: int,
+    seed: int,
+    split: str,
+    families: Sequence[str] = FAMILIES,
+    weights: Mapping[str, float] = DEFAULT_WEIGHTS,
+) -> Iterator[Task]:
+    """Yields `n` tasks, the families mixed by `weights`. Other seeds, other tasks.
+
+    Raises:
+        TaskError: An unknown family or split, or a family without a weight.
+    """
+    for family in families:
+        _check("family", family, FAMILIES)
+        _check("weighted family", family, tuple(weights))
+    rng = random.Random(f"sample {split} {seed}")
+    shares = list(itertools.accumulate(weights[family] for family in families))
+    for _ in range(n):
+        family = rng.choices(families, cum_weights=shares)[0]
+        yield make_task(family, rng.getrandbits(48), split)
+
+
+def _check(what: str, found: str, known: Sequence[str]) -> None:
+    if found not in known:
+        raise TaskError(f"expected a {what} among {', '.join(known)}; found {found!r}")

@@ -1,0 +1,1 @@
+"""Named runs: functions that return one complete config."""
