@@ -1,0 +1,1 @@
+"""The mathematics of block diffusion: noise, objective, sampling, policies, the plain loop."""

@@ -1,0 +1,167 @@
+"""Which predictions of a preview are kept.
+
+A policy is a frozen choice of knobs; the functions that apply it are pure, work on the last axis
+and never see the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clover.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Threshold:
+    """Keeps every prediction whose confidence exceeds `threshold`, at least one."""
+
+    threshold: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_probability("threshold", self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntropyBound:
+    """Keeps the most certain predictions while what they may owe each other stays bounded.
+
+    Source: Accelerated Sampling from Masked Diffusion Models via Entropy Bounded Unmasking,
+    arXiv 2505.24857. The sum of the kept entropies less the largest bounds
+    their mutual information.
+
+    Attributes:
+        bound: In nats.
+    """
+
+    bound: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bound < float("inf"):
+            raise RequestError(f"bound is {self.bound!r}; allowed: 0 or more nats, finite")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exact:
+    """Drafts by previews, then keeps what the autoregressive sampler would have drawn.
+
+    Attributes:
+        draft_passes: Previews per block. The last one fills whatever is left.
+        threshold: What the previews before the last keep.
+    """
+
+    draft_passes: int = 1
+    threshold: float = 0.9
+
+    def __post_init__(self) -> None:
+        passes = self.draft_passes
+        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+            raise RequestError(f"draft_passes is {passes!r}; allowed: an integer >= 1")
+        _check_probability("threshold", self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Autoregressive:
+    """One token per pass through the commit operator: the baseline, and the parent's only way."""
+
+
+DiffusionPolicy = Threshold | EntropyBound | Exact
+Policy = DiffusionPolicy | Autoregressive
+
+
+def _check_probability(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise RequestError(f"{name} is {value!r}; allowed: 0 to 1")
+
+
+def choose_positions(
+    policy: DiffusionPolicy,
+    *,
+    confidence: Tensor,
+    entropy: Tensor,
+    is_open: Tensor,
+    num_passes: int = 1,
+) -> Tensor:
+    """Returns which open positions to fill now, bool [..., n]; at least one where any is open.
+
+    Args:
+        policy: What decides.
+        confidence: [..., n], in 0..1.
+        entropy: [..., n], in nats.
+        is_open: bool [..., n], positions that may be filled.
+        num_passes: Previews of this block so far, the present one included.
+    """
+    match policy:
+        case Threshold(threshold=threshold):
+            return keep_confident(confidence, is_open, threshold)
+        case EntropyBound(bound=bound):
+            return keep_low_entropy(entropy, is_open, bound)
+        case Exact(draft_passes=draft_passes, threshold=threshold):
+            is_last = num_passes >= draft_passes
+            return is_open if is_last else keep_confident(confidence, is_open, threshold)
+
+
+def keep_confident(confidence: Tensor, is_open: Tensor, threshold: float) -> Tensor:
+    """Returns open positions with confidence > threshold, and the most confident in any case.
+
+    Args:
+        confidence: [..., n], in 0..1.
+        is_open: bool [..., n], positions that may be filled.
+        threshold: In 0..1.
+    """
+    best = confidence.masked_fill(~is_open, -1.0).argmax(-1, keepdim=True)
+    is_best = torch.zeros_like(is_open).scatter(-1, best, True)
+    return ((confidence > threshold) | is_best) & is_open
+
+
+def keep_low_entropy(entropy: Tensor, is_open: Tensor, bound: float) -> Tensor:
+    """Returns the k open positions of lowest entropy, k the largest with sum - max <= bound.
+
+    Args:
+        entropy: [..., n], in nats.
+        is_open: bool [..., n], positions that may be filled.
+        bound: In nats; 0 or more, so that k >= 1.
+    """
+    ranked, order = entropy.masked_fill(~is_open, torch.inf).sort(dim=-1, stable=True)
+    # In ascending order the largest is the last: sum - max is the sum of those before.
+    before = ranked.cumsum(-1).roll(1, -1)
+    before[..., 0] = 0.0
+    return torch.zeros_like(is_open).scatter(-1, order, before <= bound) & is_open
+
+
+def parse_policy(text: str) -> Policy:
+    """Returns the policy that `NAME` or `NAME=VALUE` describes.
+
+    `threshold=0.9`, `entropy_bound=0.1` (nats), `exact=1` (draft passes), `autoregressive`; a value
+    left out is the policy's default.
+
+    Raises:
+        RequestError: An unknown name, a value that is not a number, or one out of range.
+    """
+    name, has_value, value = text.partition("=")
+    try:
+        match name, bool(has_value):
+            case "threshold", True:
+                return Threshold(threshold=float(value))
+            case "entropy_bound", True:
+                return EntropyBound(bound=float(value))
+            case "exact", True:
+                return Exact(draft_passes=int(value))
+            case "threshold", False:
+                return Threshold()
+            case "entropy_bound", False:
+                return EntropyBound()
+            case "exact", False:
+                return Exact()
+            case "autoregressive", False:
+                return Autoregressive()
+    except RequestError:
+        raise
+    except ValueError as error:
+        raise RequestError(f"policy {text!r}: {value!r} is not a number that fits") from error
+    raise RequestError(
+        f"policy is {text!r}; allowed: threshold[=0..1], entropy_bound[=nats], "
+        "exact[=draft passes], autoregressive"
+    )

@@ -1,0 +1,129 @@
+"""What a caller hands to a decoder and what comes back: requests, events, results, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from clover.diffusion.policies import Policy, Threshold
+from clover.diffusion.sampling import SamplingParams
+from clover.errors import RequestError
+
+FinishReason = Literal["eos", "stop", "length", "context"]
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to answer it.
+
+    Attributes:
+        prompt_ids: At least one token, fewer than the context holds, no reserved id.
+        max_tokens: Most tokens to produce, EOS counted; None goes on to the context limit. It cuts
+            the text and never changes what comes before.
+        sampling: How tokens are drawn.
+        policy: Which predictions are kept.
+        stop: Strings that end the text; needs `decode`.
+        ignore_eos: Treats EOS as an ordinary token.
+        draw: Which of several samples with the same seed this is.
+    """
+
+    prompt_ids: Sequence[int]
+    max_tokens: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    policy: Policy = field(default_factory=Threshold)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    draw: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; allowed: None or 1 and more")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise RequestError(f"stop is {self.stop!r}; allowed: a tuple of non-empty strings")
+        if not 0 <= self.draw < 2**63:
+            raise RequestError(f"draw is {self.draw}; allowed: 0 to 2**63 - 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationStats:
+    """What one answer cost.
+
+    The prompt without its last token is prefilled, and not counted. From there on `passes` counts
+    every forward that served this row; one that commits a block and previews the next is one pass,
+    and so is a verification, which counts as a commit. The last tokens of a text are never
+    committed, as nothing follows them. An autoregressive answer of n tokens takes n passes.
+
+    Attributes:
+        tokens: Tokens produced, EOS included.
+        previews: Passes that previewed this row's canvas.
+        commits: Passes that committed tokens of this row.
+        passes: Forward passes that served this row.
+        seconds: From the start of generation to this row's end, prefill included.
+    """
+
+    tokens: int
+    previews: int
+    commits: int
+    passes: int
+    seconds: float
+
+    @property
+    def tpf(self) -> float:
+        """Tokens per forward pass: exactly 1.0 for `autoregressive`."""
+        return self.tokens / self.passes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationResult:
+    """One finished answer.
+
+    Attributes:
+        token_ids: What was produced, without EOS. After a stop string it ends with the token that
+            completed it.
+        text: `token_ids` decoded and cut before the stop string; None without `decode`.
+        finish_reason: Which end came first.
+        stats: Tokens, passes, seconds.
+        seed: What reproduces the answer.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    stats: GenerationStats
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanvasUpdated:
+    """A pass has filled canvas positions. For display: what is here is not final.
+
+    Attributes:
+        row: Index of the request.
+        canvas: Ids that follow the final tokens, the mask id where still open.
+        kept: Positions on the canvas filled by this pass.
+    """
+
+    row: int
+    canvas: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCommitted:
+    """More tokens are final. Those of one row, joined, are the result's `token_ids`."""
+
+    row: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A row has ended."""
+
+    row: int
+    result: GenerationResult
+
+
+Event = CanvasUpdated | BlockCommitted | Finished

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    Threshold,
+    choose_positions,
+    keep_confident,
+    keep_low_entropy,
+    parse_policy,
+)
+from clover.errors import RequestError
+
+ALL_OPEN = torch.ones(4, dtype=torch.bool)
+
+
+def test_threshold_keeps_every_confidence_above_it() -> None:
+    kept = keep_confident(torch.tensor([0.95, 0.9, 0.2, 0.91]), ALL_OPEN, 0.9)
+    assert kept.tolist() == [True, False, False, True]
+
+
+def test_threshold_keeps_the_most_confident_open_position_when_none_is_above() -> None:
+    is_open = torch.tensor([False, True, True, True])
+    kept = keep_confident(torch.tensor([0.8, 0.1, 0.3, 0.2]), is_open, 0.9)
+    assert kept.tolist() == [False, False, True, False]
+
+
+def test_threshold_never_keeps_a_closed_position() -> None:
+    is_open = torch.tensor([False, True, False, False])
+    kept = keep_confident(torch.tensor([0.99, 0.1, 0.99, 0.99]), is_open, 0.5)
+    assert kept.tolist() == [False, True, False, False]
+
+
+def test_threshold_one_keeps_one_and_threshold_zero_keeps_all() -> None:
+    confidence = torch.tensor([1.0, 1.0, 0.5, 0.1])
+    assert keep_confident(confidence, ALL_OPEN, 1.0).sum() == 1
+    assert keep_confident(confidence, ALL_OPEN, 0.0).all()
+
+
+def test_entropy_bound_keeps_the_most_positions_that_satisfy_the_bound() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        entropy = torch.rand(5, generator=generator)
+        is_open = torch.rand(5, generator=generator) < 0.7
+        bound = float(2 * torch.rand((), generator=generator))
+        kept = keep_low_entropy(entropy, is_open, bound)
+        if not is_open.any():
+            assert not kept.any()
+            continue
+        ranked = sorted(e for e, o in zip(entropy.tolist(), is_open.tolist(), strict=True) if o)
+        sizes = [k for k in range(1, len(ranked) + 1) if sum(ranked[: k - 1]) <= bound]
+        assert kept.sum() == max(sizes)
+        assert sorted(entropy[kept].tolist()) == ranked[: max(sizes)]
+        assert not (kept & ~is_open).any()
+
+
+def test_entropy_bound_zero_keeps_the_most_certain_one() -> None:
+    kept = keep_low_entropy(torch.tensor([0.4, 0.1, 0.3, 0.2]), ALL_OPEN, 0.0)
+    assert kept.tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "policy", [Threshold(threshold=1.0), EntropyBound(bound=0.0), Exact(draft_passes=3)]
+)
+def test_at_least_one_position_is_kept_while_any_is_open(policy: Threshold | EntropyBound) -> None:
+    for flags in itertools.product([False, True], repeat=3):
+        is_open = torch.tensor(flags)
+        kept = choose_positions(
+            policy, confidence=torch.zeros(3), entropy=torch.full((3,), 9.0), is_open=is_open
+        )
+        assert kept.any() == is_open.any()
+        assert not (kept & ~is_open).any()
+
+
+def test_exact_fills_everything_in_its_last_draft_pass() -> None:
+    policy, confidence = Exact(draft_passes=2, threshold=0.5), torch.tensor([0.6, 0.1, 0.2, 0.3])
+    kept = [
+        choose_positions(
+            policy,
+            confidence=confidence,
+            entropy=torch.zeros(4),
+            is_open=ALL_OPEN,
+            num_passes=num_passes,
+        )
+        for num_passes in (1, 2)
+    ]
+    assert kept[0].tolist() == [True, False, False, False]
+    assert kept[1].all()
+
+
+def test_policies_work_on_the_last_axis_of_any_shape() -> None:
+    values = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    is_open = torch.ones(2, 3, 5, dtype=torch.bool)
+    for together, alone in [
+        (keep_confident(values, is_open, 0.6), keep_confident(values[1, 2], is_open[1, 2], 0.6)),
+        (
+            keep_low_entropy(values, is_open, 0.6),
+            keep_low_entropy(values[1, 2], is_open[1, 2], 0.6),
+        ),
+    ]:
+        assert torch.equal(together[1, 2], alone)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("threshold", Threshold()),
+        ("threshold=0.75", Threshold(threshold=0.75)),
+        ("entropy_bound", EntropyBound()),
+        ("entropy_bound=0.5", EntropyBound(bound=0.5)),
+        ("exact", Exact()),
+        ("exact=3", Exact(draft_passes=3)),
+        ("autoregressive", Autoregressive()),
+    ],
+)
+def test_a_policy_is_read_from_its_name_and_value(text: str, policy: Policy) -> None:
+    assert parse_policy(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("greedy", "greedy"),
+        ("", "allowed"),
+        ("autoregressive=1", "autoregressive=1"),
+        ("threshold=", "''"),
+        ("threshold=high", "'high'"),
+        ("threshold=1.5", "threshold is 1.5; allowed: 0 to 1"),
+        ("threshold=nan", "threshold is nan"),
+        ("entropy_bound=-1", "bound is -1.0; allowed: 0 or more"),
+        ("entropy_bound=inf", "bound is inf"),
+        ("exact=0", "draft_passes is 0; allowed: an integer >= 1"),
+        ("exact=1.5", "'1.5'"),
+    ],
+)
+def test_a_policy_that_is_not_understood_says_what_is_wrong(text: str, named: str) -> None:
+    with pytest.raises(RequestError) as error:
+        parse_policy(text)
+    assert named in str(error.value)
