@@ -327,13 +327,8 @@ class _Decoder:
         """Starts the cache with every prompt less its last token, which the first pass commits."""
         prompts = [list(row.request.prompt_ids[:-1]) for row in self.rows]
         self.cache = self.model.new_cache(len(prompts))
-        filled = [i for i, prompt in enumerate(prompts) if prompt]
-        if not filled:
-            return
-        prefilled = self.model.new_cache(len(filled))  # a prefill takes no empty rows
-        self.model.prefill(prefilled, *self._pad([prompts[i] for i in filled]))
-        for source, i in enumerate(filled):
-            self.cache.restore(i, prefilled.snapshot(source))
+        if any(prompts):
+            self.model.prefill(self.cache, *self._pad(prompts))
 
     def _commit(self) -> None:
         """Commits what is pending, in a pass of its own."""

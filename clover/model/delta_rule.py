@@ -124,9 +124,11 @@ def chunk_delta_rule(
 
     Args:
         q, k, v, g, beta, initial_state: as for `recurrent_delta_rule`.
-        document_ids: [B, T] int64. Packed documents: the state resets where the id changes, exactly.
+        document_ids: [B, T] int64. Packed documents: the state resets where the id changes, exactly;
+            they start from zeros, and an id that has ended does not come back.
         chunk_size: tokens per chunk.
     """
+    assert document_ids is None or initial_state is None, "packed documents start from zeros"
     num_tokens, num_heads = v.shape[1:3]
     chunk_size = max(1, min(chunk_size, num_tokens))
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -140,7 +142,11 @@ def chunk_delta_rule(
         documents = F.pad(document_ids, (0, padding), value=-1).unflatten(1, (-1, chunk_size))
         causal = causal & (documents[..., :, None] == documents[..., None, :]).unsqueeze(1)
 
-    cumulative_g = g.cumsum(-2)  # [B, H, N, C, 1]
+    if documents is None:
+        cumulative_g = g.cumsum(-2)  # [B, H, N, C, 1]
+    else:
+        # A running sum over the border would let a neighbour's gates shift the rounding.
+        cumulative_g = g.transpose(-1, -2).where(causal, 0.0).sum(-1, keepdim=True)
     decay = (cumulative_g - cumulative_g.transpose(-1, -2)).masked_fill(~causal, -torch.inf).exp()
     from_start, to_end = cumulative_g.exp(), (cumulative_g[..., -1:, :] - cumulative_g).exp()
     chunk_decay = from_start[..., -1:, :]

@@ -108,6 +108,7 @@ class Transaction:
                 "commit or drop a transaction before the next pass"
             )
         _apply(self.cache, self.updates, accepted, is_whole=list(accepted) == self.num_valid)
+        self.cache.version += 1
 
 
 class CloverForCausalLM(nn.Module):
@@ -186,12 +187,10 @@ class CloverForCausalLM(nn.Module):
         Args:
             cache: the cache to extend.
             input_ids: [B, T], right-padded.
-            lengths: valid tokens of each row, at least 1; None: all T.
+            lengths: valid tokens of each row; None: all T. The logits of an empty row mean nothing.
             chunk_size: most tokens of a row in one pass.
         """
         remaining = _row_counts(input_ids, lengths)
-        if min(remaining) < 1:
-            raise ValueError("expected at least one token in each row to prefill, found an empty row")
         last_hidden = torch.zeros(len(remaining), self.config.hidden_size, device=self.device)
         last_hidden = last_hidden.to(self.dtype)
         for chunk in input_ids[:, : max(remaining)].split(chunk_size, dim=1):

@@ -1,0 +1,183 @@
+"""What training minimises: pure functions from logits to losses, in nats per token.
+
+B: rows, T: tokens in a row, N: blocks in a row, n: tokens in a block, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the field's name for it)
+from torch import Tensor
+
+from clover.diffusion.noise import NoisedBlocks
+from clover.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveConfig:
+    """Weights of the parts of the two-stream loss. The diffusion part has weight 1."""
+
+    shift_logits: bool = True
+    prompt_weight: float = 0.0
+    ar_weight: float = 0.5
+    confidence_weight: float = 0.0
+    distillation_weight: float = 0.0
+    weight_by_level: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        for name in ("prompt_weight", "ar_weight", "confidence_weight", "distillation_weight"):
+            value = getattr(self, name)
+            if not value >= 0.0:
+                raise ConfigError(f"{name} must be at least 0, found {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """The loss and its parts before weighting; parts that were not computed are None."""
+
+    total: Tensor
+    ar: Tensor
+    diffusion: Tensor | None = None
+    confidence: Tensor | None = None
+    distillation: Tensor | None = None
+
+
+def weighted_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Returns the weighted mean of the cross entropy, 0 if all weights are 0.
+
+    The mean runs over the whole batch: a token counts the same in a full row and in a short one.
+
+    Args:
+        logits: [..., V].
+        targets: Token ids, [...].
+        weights: [...], at least 0. Positions of weight 0 are not computed.
+    """
+    used = weights > 0
+    if not bool(used.any()):
+        return logits.sum() * 0.0
+    chosen = weights[used].float()  # [M]
+    losses = F.cross_entropy(logits[used].float(), targets[used], reduction="none")  # [M]
+    return (losses * chosen).sum() / chosen.sum()
+
+
+def ar_weights(document_ids: Tensor, is_response: Tensor, prompt_weight: float) -> Tensor:
+    """Returns the weight of each position's prediction of the NEXT token, [B, T].
+
+    0 where the next token belongs to another document, 1 where it belongs to a response.
+    """
+    same = (document_ids[:, 1:] == document_ids[:, :-1]) & (document_ids[:, 1:] >= 0)
+    weights = torch.where(is_response[:, 1:], 1.0, prompt_weight) * same  # [B, T-1]
+    return F.pad(weights, (0, 1))
+
+
+def ar_loss(logits: Tensor, input_ids: Tensor, weights: Tensor) -> Tensor:
+    """Returns the next-token loss of causal logits [B, T, V], with weights from `ar_weights`."""
+    return weighted_cross_entropy(logits[:, :-1], input_ids[:, 1:], weights[:, :-1])
+
+
+def align_canvas_logits(
+    clean_logits: Tensor, canvas_logits: Tensor, block_starts: Tensor, *, shift_logits: bool
+) -> Tensor:
+    """Returns logits whose row i predicts canvas position i, [B, N, n, V].
+
+    Shifted: position i is read at canvas row i - 1, and a block's first position at the clean token
+    before the block (whose document has at least one token of history). Otherwise: in place.
+    Unused slots (`block_starts` -1) hold arbitrary rows.
+    """
+    if not shift_logits:
+        return canvas_logits
+    before = (block_starts - 1).clamp(min=0)  # [B, N]
+    first = gather_rows(clean_logits, before).unsqueeze(2)  # [B, N, 1, V]
+    return torch.cat([first.to(canvas_logits.dtype), canvas_logits[:, :, :-1]], dim=2)
+
+
+def gather_rows(values: Tensor, index: Tensor) -> Tensor:
+    """Returns values[b, index[b, ...]], [B, ..., V], of values [B, T, V]."""
+    rows = torch.arange(values.shape[0], device=values.device)
+    return values[rows.view(-1, *[1] * (index.dim() - 1)), index]
+
+
+def confidence_loss(logits: Tensor, targets: Tensor, masked: Tensor) -> Tensor:
+    """Returns the mean entropy of the masked positions that are already predicted rightly.
+
+    Sharpens what is right and leaves what is wrong alone, so that more tokens pass a threshold.
+    0 if nothing is right. Source: LLaDA2.0's confidence-aware parallel training.
+    """
+    chosen = logits[masked].float()  # [M, V]
+    right = chosen.argmax(dim=-1) == targets[masked]
+    if not bool(right.any()):
+        return logits.sum() * 0.0
+    log_probs = chosen[right].log_softmax(dim=-1)
+    return -(log_probs.exp() * log_probs).sum(dim=-1).mean()
+
+
+def distillation_loss(
+    aligned_logits: Tensor, clean_logits: Tensor, block_starts: Tensor, masked: Tensor
+) -> Tensor:
+    """Returns the mean KL(clean stream || canvas) over masked positions.
+
+    The clean stream has read the true tokens left of a position: it teaches how sure one may be of
+    it from the left alone. It is detached. 0 if nothing is masked.
+    """
+    if not bool(masked.any()):
+        return aligned_logits.sum() * 0.0
+    offsets = torch.arange(masked.shape[-1], device=masked.device)
+    index = (block_starts.unsqueeze(-1) + offsets - 1).clamp(0, clean_logits.shape[1] - 1)
+    teacher = gather_rows(clean_logits.detach(), index)[masked].float().log_softmax(dim=-1)
+    student = aligned_logits[masked].float().log_softmax(dim=-1)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def diffusion_weights(noised: NoisedBlocks, *, by_level: bool) -> Tensor:
+    """Returns the weight of each canvas position's loss, [B, N, n]: 1 or 1 / level where masked."""
+    weights = noised.masked.float()
+    return weights / noised.level.unsqueeze(-1) if by_level else weights
+
+
+def two_stream_loss(
+    clean_logits: Tensor,
+    canvas_logits: Tensor,
+    *,
+    input_ids: Tensor,
+    clean_weights: Tensor,
+    block_starts: Tensor,
+    targets: Tensor,
+    noised: NoisedBlocks,
+    config: ObjectiveConfig,
+) -> Losses:
+    """Returns the masked-token loss of the canvas plus the weighted other parts.
+
+    Args:
+        clean_logits: [B, T, V].
+        canvas_logits: [B, N, n, V], as the model gives them.
+        input_ids: [B, T].
+        clean_weights: From `ar_weights`, [B, T].
+        block_starts: [B, N], -1 for an unused slot.
+        targets: Clean tokens of the blocks, [B, N, n].
+        noised: What became of them.
+        config: Weights.
+    """
+    aligned = align_canvas_logits(
+        clean_logits, canvas_logits, block_starts, shift_logits=config.shift_logits
+    )
+    weights = diffusion_weights(noised, by_level=config.weight_by_level)
+    diffusion = weighted_cross_entropy(aligned, targets, weights)
+    ar = ar_loss(clean_logits, input_ids, clean_weights)
+    total = diffusion + config.ar_weight * ar
+    confidence = distillation = None
+    if config.confidence_weight > 0:
+        confidence = confidence_loss(aligned, targets, noised.masked)
+        total = total + config.confidence_weight * confidence
+    if config.distillation_weight > 0:
+        distillation = distillation_loss(aligned, clean_logits, block_starts, noised.masked)
+        total = total + config.distillation_weight * distillation
+    return Losses(
+        total=total,
+        ar=ar,
+        diffusion=diffusion,
+        confidence=confidence,
+        distillation=distillation,
+    )
