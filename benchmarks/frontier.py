@@ -1,0 +1,249 @@
+"""Quality against speed of clover-nano: task accuracy and tokens per forward, parent and Clover.
+
+    python -m benchmarks.frontier --items 512 --out docs/results
+
+Asks the same procedural items of the autoregressive parent and of Clover under several policies
+(greedy), checks every answer, and writes `frontier.json`, `frontier.md` and `frontier.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from clover.chat import parse_reply
+from clover.checkpoint.load import LoadedCheckpoint, load_checkpoint, resolve_checkpoint
+from clover.diffusion.generate import (
+    GenerationRequest,
+    GenerationResult,
+    generate_all,
+    reserved_token_ids,
+)
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    Threshold,
+)
+from clover.tasks import FAMILIES, Task, check_reply, make_task
+
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+ENTROPY_BOUNDS = (0.05, 0.2)
+BATCH_SIZE = 32
+MAX_TOKENS = 160
+ITEM_SEED = 20_000_000  # far from the seeds of training and validation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table: a model under a policy, on one family of one split."""
+
+    model: str
+    policy: str
+    split: str
+    family: str
+    items: int
+    correct: int
+    tokens: int
+    passes: int
+
+    @property
+    def accuracy(self) -> float:
+        """Share of items answered exactly."""
+        return self.correct / self.items
+
+    @property
+    def tpf(self) -> float:
+        """Tokens per forward pass over all items."""
+        return self.tokens / self.passes
+
+
+def main() -> int:
+    """Measures and writes; one progress line per policy."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="clover-nano")
+    parser.add_argument("--parent", default="clover-nano-parent")
+    parser.add_argument("--items", type=int, default=512, help="items per split, all families")
+    parser.add_argument("--splits", nargs="+", default=["seen", "heldout"])
+    parser.add_argument("--thresholds", nargs="+", type=float, default=list(THRESHOLDS))
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    options = parser.parse_args()
+    policies: list[Policy] = [Threshold(threshold=value) for value in options.thresholds]
+    policies += [EntropyBound(bound=value) for value in ENTROPY_BOUNDS]
+    policies += [Exact(), Autoregressive()]
+    parent = load_checkpoint(resolve_checkpoint(options.parent))
+    clover = load_checkpoint(resolve_checkpoint(options.model))
+    rows: list[Row] = []
+    for split in options.splits:
+        tasks = list(make_items(split, options.items))
+        rows += measure("parent", parent, Autoregressive(), split, tasks)
+        for policy in policies:
+            rows += measure("clover", clover, policy, split, tasks)
+    options.out.mkdir(parents=True, exist_ok=True)
+    records = [asdict(row) for row in rows]
+    (options.out / "frontier.json").write_text(json.dumps(records, indent=1) + "\n")
+    (options.out / "frontier.md").write_text(render_tables(rows))
+    plot(rows, options.out / "frontier.png")
+    return 0
+
+
+def make_items(split: str, count: int) -> Iterator[Task]:
+    """Yields `count` tasks, the families in turn."""
+    for index in range(count):
+        yield make_task(FAMILIES[index % len(FAMILIES)], ITEM_SEED + index, split)
+
+
+def measure(
+    name: str, checkpoint: LoadedCheckpoint, policy: Policy, split: str, tasks: Sequence[Task]
+) -> list[Row]:
+    """Returns one row per family, and one for all."""
+    answers = [
+        (task, result, is_correct(checkpoint, task, result))
+        for start in range(0, len(tasks), BATCH_SIZE)
+        for task, result in answer(checkpoint, policy, tasks[start : start + BATCH_SIZE])
+    ]
+    rows = []
+    for family in (*FAMILIES, "all"):
+        part = [a for a in answers if family in (a[0].family, "all")]
+        rows.append(
+            Row(
+                model=name,
+                policy=policy_name(policy),
+                split=split,
+                family=family,
+                items=len(part),
+                correct=sum(correct for _, _, correct in part),
+                tokens=sum(result.stats.tokens for _, result, _ in part),
+                passes=sum(result.stats.passes for _, result, _ in part),
+            )
+        )
+    total = rows[-1]
+    print(
+        f"{split:8} {name:7} {total.policy:20} accuracy {total.accuracy:6.1%} TPF {total.tpf:5.2f}",
+        flush=True,
+    )
+    return rows
+
+
+def answer(
+    checkpoint: LoadedCheckpoint, policy: Policy, tasks: Sequence[Task]
+) -> Iterator[tuple[Task, GenerationResult]]:
+    """Yields the tasks with their answers, decoded greedily in one batch."""
+    requests = [
+        GenerationRequest(
+            prompt_ids=checkpoint.tokenizer.encode(
+                checkpoint.template.render(
+                    task.messages, tools=task.tools, enable_thinking=task.enable_thinking
+                )
+            ),
+            max_tokens=MAX_TOKENS,
+            policy=policy,
+        )
+        for task in tasks
+    ]
+    results = generate_all(
+        checkpoint.model,
+        requests,
+        decode=checkpoint.tokenizer.decode,
+        eos_token_ids=checkpoint.eos_token_ids,
+        forbidden_token_ids=reserved_token_ids(checkpoint.config, len(checkpoint.tokenizer)),
+    )
+    yield from zip(tasks, results, strict=True)
+
+
+def is_correct(checkpoint: LoadedCheckpoint, task: Task, result: GenerationResult) -> bool:
+    """Returns whether the answer, read as a chat reply, is the task's."""
+    if result.finish_reason != "eos":
+        return False
+    text = checkpoint.tokenizer.decode(result.token_ids)
+    reply = parse_reply(text, starts_in_thinking=task.enable_thinking, tools=task.tools)
+    return check_reply(task, reply)
+
+
+def policy_name(policy: Policy) -> str:
+    """Returns what the table calls a policy."""
+    match policy:
+        case Threshold(threshold=threshold):
+            return f"threshold {threshold:g}"
+        case EntropyBound(bound=bound):
+            return f"entropy_bound {bound:g}"
+        case Exact():
+            return "exact"
+        case Autoregressive():
+            return "autoregressive"
+
+
+def render_tables(rows: Sequence[Row]) -> str:
+    """Returns one Markdown table per split: accuracy and TPF by family."""
+    lines = []
+    for split in dict.fromkeys(row.split for row in rows):
+        part = [row for row in rows if row.split == split]
+        families = list(dict.fromkeys(row.family for row in part))
+        items = next(row.items for row in part if row.family == "all")
+        lines += [f"### {split}: {items} items", ""]
+        lines.append("| model | policy | " + " | ".join(families) + " | TPF |")
+        lines.append("|---|---|" + "---:|" * (len(families) + 1))
+        for model, policy in dict.fromkeys((row.model, row.policy) for row in part):
+            cells = {r.family: r for r in part if (r.model, r.policy) == (model, policy)}
+            accuracies = " | ".join(f"{100 * cells[f].accuracy:.1f}" for f in families)
+            lines.append(f"| {model} | {policy} | {accuracies} | {cells['all'].tpf:.2f} |")
+        lines.append("")
+        lines += ["TPF by family:", ""]
+        lines.append("| policy | " + " | ".join(families) + " |")
+        lines.append("|---|" + "---:|" * len(families))
+        for policy in dict.fromkeys(row.policy for row in part if row.model == "clover"):
+            cells = {r.family: r for r in part if (r.model, r.policy) == ("clover", policy)}
+            speeds = " | ".join(f"{cells[f].tpf:.2f}" for f in families)
+            lines.append(f"| {policy} | {speeds} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draws accuracy over TPF, one panel per split, the parent as a dashed line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    splits = list(dict.fromkeys(row.split for row in rows))
+    figure, panels = plt.subplots(
+        1, len(splits), figsize=(5.5 * len(splits), 4), sharey=True, squeeze=False
+    )
+    kinds: list[tuple[str, str, Callable[[Row], bool]]] = [
+        ("threshold", "o-", lambda row: row.policy.startswith("threshold")),
+        ("entropy bound", "s--", lambda row: row.policy.startswith("entropy_bound")),
+        ("exact", "*", lambda row: row.policy == "exact"),
+    ]
+    for panel, split in zip(panels[0], splits, strict=True):
+        totals = [row for row in rows if row.split == split and row.family == "all"]
+        parent = next(row for row in totals if row.model == "parent")
+        panel.axhline(100 * parent.accuracy, color="gray", linestyle=":", label="parent, TPF 1")
+        for label, style, is_kind in kinds:
+            points = [row for row in totals if row.model == "clover" and is_kind(row)]
+            panel.plot(
+                [row.tpf for row in points],
+                [100 * row.accuracy for row in points],
+                style,
+                label=f"Clover, {label}",
+            )
+        panel.set_title(f"clover-nano, {split} items ({parent.items})")
+        panel.set_xlabel("tokens per forward (TPF)")
+        panel.set_ylabel("exact match, %")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        sys.exit(main())

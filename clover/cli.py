@@ -1,0 +1,508 @@
+"""The command line: options in, exit codes out. Heavy modules are imported where they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from clover import __version__
+from clover.errors import CloverError, GenerationError, PromptError, RequestError, TrainingError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from clover.cli_display import Pane
+    from clover.cli_reply import Knobs, Question, Writer
+    from clover.diffusion.policies import Policy
+
+DEFAULT_MODEL = "clover-nano"
+DEFAULT_PARENT = "clover-nano-parent"
+DEFAULT_MAX_TOKENS = 1024
+FAILED, WRONG_INPUT = 1, 2
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Block-diffusion language models: convert, train, generate.",
+)
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="A checkpoint folder, or the name of a model inside.")
+]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="threshold[=0..1], entropy_bound[=nats], exact[=draft passes] or autoregressive."
+    ),
+]
+ThresholdOption = Annotated[float | None, typer.Option(help="Short for --policy threshold=X.")]
+EntropyOption = Annotated[float | None, typer.Option(help="Short for --policy entropy_bound=X.")]
+BlockSizeOption = Annotated[
+    int | None, typer.Option(help="Tokens denoised together, in place of the model's own number.")
+]
+TemperatureOption = Annotated[float, typer.Option(help="0 takes the most likely token.")]
+TopKOption = Annotated[int, typer.Option(help="Draw from the k most likely tokens; 0: all.")]
+TopPOption = Annotated[float, typer.Option(help="Draw from the likeliest tokens of this mass.")]
+MinPOption = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")]
+SeedOption = Annotated[int | None, typer.Option(help="Makes a drawn text reproducible.")]
+MaxTokensOption = Annotated[int, typer.Option(help="Most tokens of one reply.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="Text that ends a reply; repeatable.")]
+ThinkingOption = Annotated[
+    bool | None, typer.Option("--thinking/--no-thinking", help="Whether a reply starts as thought.")
+]
+SystemOption = Annotated[str | None, typer.Option(help="System text before the first turn.")]
+ToolsOption = Annotated[
+    Path | None, typer.Option(help="JSON file: a list of tools as in the OpenAI API.")
+]
+
+
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+
+
+class _State:
+    """What the options before the command have set."""
+
+    debug = False
+
+
+def main() -> NoReturn:
+    """Runs the command line. A CloverError ends it with one sentence and no traceback."""
+    try:
+        app()
+    except CloverError as error:
+        if _State.debug:
+            raise
+        print(f"clover: {error}", file=sys.stderr)  # noqa: T201
+        failed = isinstance(error, GenerationError | TrainingError)
+        sys.exit(FAILED if failed else WRONG_INPUT)
+    except BrokenPipeError:  # the reader of a pipe has left
+        sys.stderr.close()
+        sys.exit(FAILED)
+    sys.exit(0)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"clover {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    _State.debug = debug
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Or on standard input.")] = None,
+    model: ModelOption = DEFAULT_MODEL,
+    policy: PolicyOption = None,
+    threshold: ThresholdOption = None,
+    entropy_bound: EntropyOption = None,
+    block_size: BlockSizeOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
+    max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
+    stop: StopOption = None,
+    thinking: ThinkingOption = None,
+    system: SystemOption = None,
+    tools: ToolsOption = None,
+    device: DeviceOption = "auto",
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
+    examples: Annotated[
+        int, typer.Option(min=0, help="Answer this many held-out tasks instead, and check them.")
+    ] = 0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run the autoregressive parent beside the model.")
+    ] = False,
+    parent: Annotated[str, typer.Option(help="The parent of --compare.")] = DEFAULT_PARENT,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
+) -> None:
+    """Answers a prompt, showing the denoising when a terminal watches."""
+    knobs = _read_knobs(
+        policy,
+        threshold,
+        entropy_bound,
+        block_size,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        max_tokens,
+        stop,
+    )
+    questions = _read_questions(prompt, system, tools, thinking, is_raw=raw, examples=examples)
+    writers = [_open_writer(model, knobs, device)]
+    if compare:
+        writers.append(
+            _open_writer(parent, dataclasses.replace(knobs, policy=None, block_size=None), device)
+        )
+    _answer_all(writers, questions, as_json=as_json)
+
+
+@app.command()
+def chat(
+    model: ModelOption = DEFAULT_MODEL,
+    policy: PolicyOption = None,
+    threshold: ThresholdOption = None,
+    entropy_bound: EntropyOption = None,
+    block_size: BlockSizeOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
+    max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
+    stop: StopOption = None,
+    thinking: ThinkingOption = None,
+    system: SystemOption = None,
+    tools: ToolsOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Talks turn after turn. Ctrl-C stops a reply, Ctrl-D leaves."""
+    from clover.cli_chat import Chat
+
+    knobs = _read_knobs(
+        policy,
+        threshold,
+        entropy_bound,
+        block_size,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        max_tokens,
+        stop,
+    )
+    out, notes = _consoles()
+    Chat(
+        _open_writer(model, knobs, device),
+        system=system,
+        tools=_read_tools(tools),
+        enable_thinking=thinking is not False,
+        out=out,
+        notes=notes,
+    ).run()
+
+
+@app.command()
+def convert(
+    parent: Annotated[Path, typer.Argument(help="A Qwen3.5/3.6 checkpoint folder.")],
+    out: Annotated[Path, typer.Argument(help="The Clover folder to write.")],
+    block_size: Annotated[int, typer.Option(help="Tokens denoised together.")] = 32,
+    mask_token_id: Annotated[
+        int | None, typer.Option(help="Default: the tokenizer's <|mask|>, else its first free row.")
+    ] = None,
+    coreset: Annotated[
+        int | None, typer.Option(help="Experts that one block may use in a preview; default all.")
+    ] = None,
+    no_shift: Annotated[
+        bool, typer.Option("--no-shift", help="Read each prediction in place, not one to the left.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint at OUT.")] = False,
+) -> None:
+    """Makes a Clover folder from an autoregressive parent."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from clover.checkpoint.convert import convert as convert_folder
+    from clover.train.trainer import peak_memory_bytes
+
+    _, notes = _consoles()
+    columns = (TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes, disable=not notes.is_terminal, transient=True) as bar:
+        task = bar.add_task("convert", total=None)
+        report = convert_folder(
+            parent,
+            out,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            expert_coreset_size=coreset,
+            shift_logits=not no_shift,
+            overwrite=force,
+            progress=lambda _, done, total: bar.update(task, completed=done, total=total),
+        )
+    typer.echo(
+        f"{report.folder}: {report.num_parameters:,} parameters "
+        f"({report.num_added_parameters:,} new), {report.num_dropped_tensors} tensors left out, "
+        f"{report.num_shards} shards, {report.num_bytes / 1e9:.2f} GB in {report.seconds:.1f} s "
+        f"({report.num_bytes / 1e6 / max(report.seconds, 1e-9):.0f} MB/s), "
+        f"peak memory {peak_memory_bytes() / 2**20:.0f} MiB"
+    )
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        str, typer.Argument(help="A checkpoint folder, config.json, or a model's name.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Says what a checkpoint is: architecture, parameters, bytes, cache."""
+    from clover.checkpoint.inspect import inspect_checkpoint, render_report
+    from clover.checkpoint.load import resolve_checkpoint
+
+    report = inspect_checkpoint(resolve_checkpoint(path))
+    if as_json:
+        # Every field and every property: the counts are properties.
+        values = {name: getattr(report, name) for name in dir(report) if not name.startswith("_")}
+        values["config"] = dataclasses.asdict(report.config)
+        typer.echo(json.dumps(values, default=str, ensure_ascii=False))
+    else:
+        typer.echo("\n".join(render_report(report)))
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    out: Annotated[Path, typer.Argument(help="Folder of the run; a run that is there goes on.")],
+    recipe: Annotated[
+        str | None, typer.Option(help="A named run: nano.parent, nano.convert or nano.adapt.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL file of chats: {messages, tools} a line.")
+    ] = None,
+    model: ModelOption = DEFAULT_MODEL,
+    objective: Annotated[
+        str | None,
+        typer.Option(help="ar or two_stream; default: two_stream for a Clover model, ar else."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
+    rows: Annotated[int, typer.Option(help="Packed rows of a step.")] = 8,
+    row_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
+    seed: Annotated[int, typer.Option(help="Order of the data, and noise.")] = 0,
+    device: DeviceOption = "auto",
+) -> None:
+    """Trains a model on chats, or runs a recipe, to which the other options do not apply.
+
+    Ctrl-C ends it after the current step, with the state saved.
+    """
+    from clover.cli_train import run_recipe, train_on_chats
+
+    _, notes = _consoles()
+    if (recipe is None) == (data is None):
+        raise RequestError("expected either --recipe or --data; give one of them")
+    if recipe is not None:
+        _refuse_options(context, allowed={"out", "recipe"})
+        run_recipe(recipe, out, notes)
+    elif data is not None:
+        train_on_chats(
+            model,
+            data,
+            out,
+            objective=objective,
+            learning_rate=learning_rate,
+            device=_choose_device(device),
+            notes=notes,
+            steps=steps,
+            num_rows=rows,
+            row_length=row_length,
+            seed=seed,
+        )
+
+
+def _refuse_options(context: typer.Context, *, allowed: set[str]) -> None:
+    """Refuses what was given but would be ignored."""
+    given = [
+        name
+        for name in context.params
+        if name not in allowed and str(context.get_parameter_source(name)).endswith("COMMANDLINE")
+    ]
+    if given:
+        found = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise RequestError(f"--recipe brings all of its own, found {found} too; leave it out")
+
+
+def _read_knobs(
+    policy: str | None,
+    threshold: float | None,
+    entropy_bound: float | None,
+    block_size: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int | None,
+    max_tokens: int,
+    stop: Sequence[str] | None,
+) -> Knobs:
+    from clover.cli_reply import Knobs
+    from clover.diffusion.sampling import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    return Knobs(
+        policy=_choose_policy(policy, threshold, entropy_bound),
+        block_size=block_size,
+        sampling=sampling,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+    )
+
+
+def _choose_policy(
+    policy: str | None, threshold: float | None, entropy_bound: float | None
+) -> Policy | None:
+    from clover.diffusion.policies import parse_policy
+
+    named = [policy] if policy else []
+    named += [f"threshold={threshold}"] if threshold is not None else []
+    named += [f"entropy_bound={entropy_bound}"] if entropy_bound is not None else []
+    if len(named) > 1 and not (policy and named[1].startswith(f"{policy}=") and len(named) == 2):
+        raise RequestError(
+            f"expected one policy, found {' and '.join(named)}; leave all but one out"
+        )
+    return parse_policy(named[-1]) if named else None
+
+
+def _read_tools(path: Path | None) -> list[Mapping[str, Any]]:
+    if path is None:
+        return []
+    try:
+        tools = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PromptError(f"--tools {path}: expected a JSON file, found {error}") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise PromptError(f"--tools {path}: expected a list of tool objects, as in the OpenAI API")
+    return tools
+
+
+def _read_questions(
+    prompt: str | None,
+    system: str | None,
+    tools: Path | None,
+    thinking: bool | None,
+    *,
+    is_raw: bool,
+    examples: int,
+) -> list[Question]:
+    from clover.chat import Message
+    from clover.cli_reply import Question
+
+    fixed = {"PROMPT": prompt, "--system": system, "--tools": tools, "--thinking": thinking}
+    given = [name for name, value in fixed.items() if value is not None]
+    if examples:
+        if is_raw or given:
+            found = ", ".join(given + ["--raw"] * is_raw)
+            raise RequestError(
+                f"--examples bring all of their own, found {found} too; leave it out"
+            )
+        return _example_questions(examples)
+    if is_raw and (clash := [name for name in given if name != "PROMPT"]):
+        raise RequestError(f"--raw uses no template, found {', '.join(clash)} too; leave it out")
+    text = _read_prompt(prompt)
+    if is_raw:
+        return [Question(raw=text)]
+    messages = [Message("system", content=system)] if system else []
+    return [
+        Question(
+            messages=(*messages, Message("user", content=text)),
+            tools=_read_tools(tools),
+            enable_thinking=thinking is not False,
+        )
+    ]
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is None and sys.stdin.isatty():
+        raise PromptError("expected a prompt as argument or on standard input, found none")
+    text = sys.stdin.read().rstrip("\n") if prompt is None else prompt
+    if not text.strip():
+        raise PromptError("expected a prompt, found an empty one")
+    return text
+
+
+def _example_questions(count: int) -> list[Question]:
+    from functools import partial
+
+    from clover.cli_reply import Question
+    from clover.tasks import FAMILIES, check_reply, make_task
+
+    tasks = [make_task(FAMILIES[index % len(FAMILIES)], index, "heldout") for index in range(count)]
+    return [
+        Question(
+            messages=task.messages,
+            tools=task.tools,
+            enable_thinking=task.enable_thinking,
+            is_right=partial(check_reply, task),
+        )
+        for task in tasks
+    ]
+
+
+def _open_writer(model: str, knobs: Knobs, device: str) -> Writer:
+    import torch
+
+    from clover.checkpoint.load import load_checkpoint, resolve_checkpoint
+    from clover.cli_reply import Writer
+
+    place = _choose_device(device)
+    # On a CPU fp32 is exact and no slower; on a GPU the weights keep the dtype they lie in.
+    dtype: Any = torch.float32 if place.type == "cpu" else "auto"
+    checkpoint = load_checkpoint(resolve_checkpoint(model), dtype=dtype, device=place)
+    return Writer(checkpoint, Path(model).name, knobs)
+
+
+def _choose_device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise RequestError(f"device is {name!r}; allowed: auto, cpu, cuda") from error
+
+
+def _consoles() -> tuple[Console, Console]:
+    """Returns where answers go, and where everything else goes."""
+    from rich.console import Console
+
+    return Console(), Console(stderr=True)
+
+
+def _answer_all(writers: Sequence[Writer], questions: Sequence[Question], *, as_json: bool) -> None:
+    from clover.cli_display import Screen, comparison, totals
+    from clover.cli_reply import Reply, describe, write
+
+    out, notes = _consoles()
+    is_live = out.is_terminal and not as_json
+    panes: list[list[Pane]] = [[] for _ in writers]
+    for number, question in enumerate(questions, start=1):
+        if is_live and len(questions) > 1:
+            title = f"\n{number}/{len(questions)} {question.messages[-1].content}"
+            out.print(title, style="bold", markup=False, highlight=False)
+        replies = [Reply(writer, question) for writer in writers]
+        write(replies, Screen(out) if is_live else None)
+        for mine, reply in zip(panes, replies, strict=True):
+            mine.append(reply.pane)
+        if as_json:
+            values = describe(replies[0])
+            values |= {"parent": describe(replies[1])} if len(replies) > 1 else {}
+            typer.echo(json.dumps(values, ensure_ascii=False))
+        elif not is_live:
+            typer.echo(replies[0].answer)
+    closing = comparison(*panes) if len(writers) > 1 else totals(panes[0])
+    (out if is_live else notes).print(
+        closing, style="bold", markup=False, highlight=False, soft_wrap=True
+    )
