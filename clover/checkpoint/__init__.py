@@ -1,0 +1,1 @@
+"""Bytes on disk to named tensors and ready models, and back."""
