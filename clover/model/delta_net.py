@@ -9,6 +9,7 @@ Hk key heads, H value heads, K / V head widths.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,9 @@ from clover.model.delta_rule import (
 from clover.model.layers import GatedRMSNorm, l2_norm
 from clover.model.streams import Streams
 
-# Where the four added parameters start: the announced values.
+# Where tau and b start: the announced values. The other two added parameters start at zero.
 LOGIT_SCALE_START = 9.0
 HISTORY_BIAS_START = 5.0
-FORGETFUL_HISTORY_BIAS_START = 0.5
-FORGETFUL_TOKENS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,11 @@ class DeltaNet(nn.Module):
         self.in_proj_b = nn.Linear(hidden, shape.num_v_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden, shape.num_v_heads, bias=False)
         self.conv1d = nn.Conv1d(
-            shape.conv_dim, shape.conv_dim, shape.conv_kernel_size, groups=shape.conv_dim, bias=False
+            shape.conv_dim,
+            shape.conv_dim,
+            shape.conv_kernel_size,
+            groups=shape.conv_dim,
+            bias=False,
         )
         self.dt_bias = nn.Parameter(torch.ones(shape.num_v_heads))
         self.A_log = nn.Parameter(torch.zeros(shape.num_v_heads))
@@ -188,7 +191,8 @@ class DeltaNet(nn.Module):
                 self.bd_softmax_history_bias.float(),
                 self.bd_softmax_history_c.float(),
             )
-        return output.transpose(1, 2).unflatten(0, canvas.shape[:2])
+        blocks: Tensor = output.transpose(1, 2).unflatten(0, canvas.shape[:2])
+        return blocks
 
     def _history(
         self,
@@ -246,12 +250,12 @@ def history_slot_attention(
     """
     block_size = q.shape[2]
     history = q @ state  # not scaled by K^-1/2: the same units as v
-    history_logit = history_bias + history_c * torch.log(torch.tensor(float(block_size)))
+    history_logit = history_bias + history_c * math.log(block_size)
     block_logits = logit_scale[:, None, None] * (q @ k.transpose(-1, -2))
     slot = history_logit[:, None, None].expand(*block_logits.shape[:-1], 1)
     shares = torch.cat([slot, block_logits], dim=-1).softmax(dim=-1)
     mixed = shares[..., :1] * history + shares[..., 1:] @ v
-    return mixed * k.shape[-1] ** -0.5
+    return mixed * float(k.shape[-1]) ** -0.5
 
 
 def rows_before(left: Tensor, counts: Tensor, width: int) -> Tensor:
@@ -264,15 +268,5 @@ def rows_before(left: Tensor, counts: Tensor, width: int) -> Tensor:
     """
     index = counts[..., None] + torch.arange(width, device=left.device)  # [B, M, width]
     batch = torch.arange(left.shape[0], device=left.device)[:, None, None]
-    return left[batch, index]
-
-
-def history_bias_start(A_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """Returns where `bd_softmax_history_bias` starts for each head [H].
-
-    A head whose memory, at a neutral gate input, decays by a factor e within three tokens has little
-    history to offer, so its history slot starts low.
-    """
-    memory = 1.0 / (A_log.float().exp() * F.softplus(dt_bias.float()))  # tokens
-    start = torch.full_like(memory, HISTORY_BIAS_START)
-    return start.masked_fill(memory <= FORGETFUL_TOKENS, FORGETFUL_HISTORY_BIAS_START)
+    rows: Tensor = left[batch, index]
+    return rows

@@ -1,6 +1,8 @@
 """The gated delta rule: an obvious recurrence, its chunked form, and FLA's kernels on CUDA.
 
-    S_t = exp(g_t) S_{t-1} + k_t u_t^T,   u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t),   o_t = K^-1/2 S_t^T q_t
+    u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T
+    o_t = K^-1/2 S_t^T q_t
 
 Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, equation 10; chunked form section 3.2.
 
@@ -22,7 +24,7 @@ CHUNK_SIZE = 32
 
 
 def expand_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Returns `x` [B, T, Hk, K] with every key head repeated for its group of value heads, [B, T, H, K]."""
+    """Returns `x` [B, T, Hk, K] with each key head repeated for its value heads, [B, T, H, K]."""
     repeats = num_heads // x.shape[2]
     return x if repeats == 1 else x.repeat_interleave(repeats, dim=2)
 
@@ -124,8 +126,8 @@ def chunk_delta_rule(
 
     Args:
         q, k, v, g, beta, initial_state: as for `recurrent_delta_rule`.
-        document_ids: [B, T] int64. Packed documents: the state resets where the id changes, exactly;
-            they start from zeros, and an id that has ended does not come back.
+        document_ids: [B, T] int64. Packed documents: the state resets where the id changes,
+            exactly; they start from zeros, and an id that has ended does not come back.
         chunk_size: tokens per chunk.
     """
     assert document_ids is None or initial_state is None, "packed documents start from zeros"
@@ -134,7 +136,8 @@ def chunk_delta_rule(
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k = expand_heads(q, num_heads), expand_heads(k, num_heads)
     q, k, v = (_chunked(x.to(dtype), chunk_size) for x in (q, k, v))  # [B, H, N, C, .]
-    g, beta = (_chunked(x.to(dtype).unsqueeze(-1), chunk_size) for x in (g, beta))  # [B, H, N, C, 1]
+    # [B, H, N, C, 1]
+    g, beta = (_chunked(x.to(dtype).unsqueeze(-1), chunk_size) for x in (g, beta))
     documents = None
     causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=v.device).tril()
     if document_ids is not None:
@@ -189,13 +192,14 @@ def chunk_delta_rule(
 
 
 def _chunked(x: Tensor, chunk_size: int) -> Tensor:
-    """Returns [B, T, H, X] as [B, H, N, C, X]; the padding writes nothing (beta 0) and keeps all (g 0)."""
+    """Returns [B, T, H, X] as [B, H, N, C, X]; padding has beta 0, g 0: it leaves the state alone."""
     x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk_size))
-    return x.unflatten(2, (-1, chunk_size))
+    chunks: Tensor = x.unflatten(2, (-1, chunk_size))
+    return chunks
 
 
 def _last_documents(documents: Tensor) -> Tensor:
-    """Returns, for each chunk, the document of the token just before it [B, N]; -2 (nobody) for the first."""
+    """Returns the document of the token just before each chunk [B, N]; -2, nobody, for the first."""
     return F.pad(documents[:, :-1, -1], (1, 0), value=-2)
 
 
@@ -214,6 +218,12 @@ def fla_delta_rule(
     kernel = chunk_gated_delta_rule if v.shape[1] > CHUNK_SIZE else fused_recurrent_gated_delta_rule
     q, k = expand_heads(q, v.shape[2]), expand_heads(k, v.shape[2])
     o, state = kernel(
-        q.to(v.dtype), k.to(v.dtype), v, g, beta, initial_state=initial_state, output_final_state=True
+        q.to(v.dtype),
+        k.to(v.dtype),
+        v,
+        g,
+        beta,
+        initial_state=initial_state,
+        output_final_state=True,
     )
     return o, state

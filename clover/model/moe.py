@@ -16,8 +16,8 @@ from clover.config import MoeConfig
 from clover.model.layers import SwiGLU
 from clover.model.streams import Streams
 
-# Up to this many token-expert pairs beyond those needed, computing every expert for every token in
-# three batched products beats gathering each expert's tokens: small passes are bound by overhead.
+# In a small pass over few experts, computing every expert for every token in three batched products
+# beats gathering each expert's tokens: such a pass is bound by overhead, not by arithmetic.
 DENSE_MAX_TOKENS = 64
 DENSE_MAX_EXPERTS = 16
 
@@ -102,7 +102,8 @@ class SparseMoe(nn.Module):
         x = hidden_states.flatten(0, 1)
         routed = self.experts(x, weights.to(x.dtype), indices)
         shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        return (routed + shared).view_as(hidden_states)
+        output: Tensor = (routed + shared).view_as(hidden_states)
+        return output
 
 
 def restrict_to_coreset(probabilities: Tensor, coreset_size: int) -> Tensor:

@@ -38,7 +38,8 @@ class DecoderLayer(nn.Module):
             self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if isinstance(config.mlp, MoeConfig):
-            coreset_size = config.diffusion and config.diffusion.expert_coreset_size
+            diffusion = config.diffusion
+            coreset_size = None if diffusion is None else diffusion.expert_coreset_size
             self.mlp: nn.Module = SparseMoe(config.mlp, config.hidden_size, coreset_size)
         else:
             self.mlp = SwiGLU(config.hidden_size, config.mlp.intermediate_size)
@@ -251,7 +252,7 @@ class CloverForCausalLM(nn.Module):
     def verify(
         self, cache: Cache, input_ids: Tensor, lengths: Sequence[int] | None = None
     ) -> tuple[Tensor, Transaction]:
-        """Returns the AR logits [B, T, V] of tokens that are not yet committed, and the transaction."""
+        """Returns the AR logits [B, T, V] of tokens not yet committed, and the transaction."""
         counts = _row_counts(input_ids, lengths)
         hidden_states, updates = self._cached_pass(cache, input_ids, None, counts, True)
         return self._logits(hidden_states), Transaction(cache, updates, counts, cache.version)
@@ -293,7 +294,7 @@ class CloverForCausalLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draws weights to start training from: N(0, 0.02), decays as in Mamba-2 and Gated DeltaNet."""
+        """Draws weights to start training from: N(0, 0.02), decays as in Mamba-2."""
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | Experts):
@@ -307,7 +308,7 @@ class CloverForCausalLM(nn.Module):
 
 
 def _init_delta_net(layer: DeltaNet, generator: torch.Generator) -> None:
-    """Draws A in [1, 16] and time steps log-uniform in [0.001, 0.1]: memories of 1 to 1,000 tokens."""
+    """Draws A in [1, 16], time steps log-uniform in [0.001, 0.1]: memories of 1 to 1,000 tokens."""
     layer.A_log.uniform_(1.0, 16.0, generator=generator).log_()
     low, high = math.log(1e-3), math.log(1e-1)
     step = torch.empty_like(layer.dt_bias).uniform_(low, high, generator=generator).exp()
