@@ -52,12 +52,12 @@ def noise_blocks(
 ) -> NoisedBlocks:
     """Returns blocks masked at a level drawn uniformly from (min_level, 1], one level per block.
 
-    Every block that holds a token has at least one masked. Positions that hold no token (right of
-    the document's end, or an unused slot) are masks that nobody has to predict.
+    Every block that holds a token has at least one masked. Positions that hold no token are masks
+    that nobody has to predict.
 
     Args:
         targets: Clean token ids, [B, N, n].
-        is_token: Which positions hold a token of the document, bool [B, N, n].
+        is_token: Which positions hold a token to be learned, bool [B, N, n].
         mask_token_id: The id of a mask.
         min_level: The lowest level, in [0, 1).
         generator: A CPU generator, the only source of randomness.

@@ -5,10 +5,10 @@ B: rows, T: tokens in a row, N: blocks in a row, n: tokens in a block, V: vocabu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (the field's name for it)
+import torch.nn.functional as F
 from torch import Tensor
 
 from clover.diffusion.noise import NoisedBlocks
@@ -17,9 +17,15 @@ from clover.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """Weights of the parts of the two-stream loss. The diffusion part has weight 1."""
+    """Weights of the parts of the two-stream loss. The diffusion part has weight 1.
+
+    `end_weight` is the weight of a position right of the text's end. Its target is the end token
+    again: a preview that has learned nothing there guesses at random, and what it is sure of by
+    chance would be placed. 0 leaves those positions masks that nobody predicts.
+    """
 
     shift_logits: bool = True
+    end_weight: float = 0.1
     prompt_weight: float = 0.0
     ar_weight: float = 0.5
     confidence_weight: float = 0.0
@@ -28,7 +34,7 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         """Checks ranges."""
-        for name in ("prompt_weight", "ar_weight", "confidence_weight", "distillation_weight"):
+        for name in (f.name for f in fields(self) if f.name.endswith("_weight")):
             value = getattr(self, name)
             if not value >= 0.0:
                 raise ConfigError(f"{name} must be at least 0, found {value}")
@@ -131,9 +137,14 @@ def distillation_loss(
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
-def diffusion_weights(noised: NoisedBlocks, *, by_level: bool) -> Tensor:
-    """Returns the weight of each canvas position's loss, [B, N, n]: 1 or 1 / level where masked."""
-    weights = noised.masked.float()
+def diffusion_weights(
+    noised: NoisedBlocks, is_token: Tensor, *, end_weight: float, by_level: bool
+) -> Tensor:
+    """Returns the weight of each canvas position's loss, [B, N, n]; 0 where it is not masked.
+
+    1 for a token of the document, `end_weight` right of its end; divided by the level if `by_level`.
+    """
+    weights = noised.masked * torch.where(is_token, 1.0, end_weight)
     return weights / noised.level.unsqueeze(-1) if by_level else weights
 
 
@@ -145,6 +156,7 @@ def two_stream_loss(
     clean_weights: Tensor,
     block_starts: Tensor,
     targets: Tensor,
+    is_token: Tensor,
     noised: NoisedBlocks,
     config: ObjectiveConfig,
 ) -> Losses:
@@ -157,22 +169,26 @@ def two_stream_loss(
         clean_weights: From `ar_weights`, [B, T].
         block_starts: [B, N], -1 for an unused slot.
         targets: Clean tokens of the blocks, [B, N, n].
+        is_token: False right of the document's end, [B, N, n].
         noised: What became of them.
         config: Weights.
     """
     aligned = align_canvas_logits(
         clean_logits, canvas_logits, block_starts, shift_logits=config.shift_logits
     )
-    weights = diffusion_weights(noised, by_level=config.weight_by_level)
+    weights = diffusion_weights(
+        noised, is_token, end_weight=config.end_weight, by_level=config.weight_by_level
+    )
+    masked = noised.masked & is_token
     diffusion = weighted_cross_entropy(aligned, targets, weights)
     ar = ar_loss(clean_logits, input_ids, clean_weights)
     total = diffusion + config.ar_weight * ar
     confidence = distillation = None
     if config.confidence_weight > 0:
-        confidence = confidence_loss(aligned, targets, noised.masked)
+        confidence = confidence_loss(aligned, targets, masked)
         total = total + config.confidence_weight * confidence
     if config.distillation_weight > 0:
-        distillation = distillation_loss(aligned, clean_logits, block_starts, noised.masked)
+        distillation = distillation_loss(aligned, clean_logits, block_starts, masked)
         total = total + config.distillation_weight * distillation
     return Losses(
         total=total,

@@ -255,7 +255,7 @@ def history_slot_attention(
     slot = history_logit[:, None, None].expand(*block_logits.shape[:-1], 1)
     shares = torch.cat([slot, block_logits], dim=-1).softmax(dim=-1)
     mixed = shares[..., :1] * history + shares[..., 1:] @ v
-    return mixed * float(k.shape[-1]) ** -0.5
+    return mixed / math.sqrt(k.shape[-1])
 
 
 def rows_before(left: Tensor, counts: Tensor, width: int) -> Tensor:

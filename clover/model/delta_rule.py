@@ -151,12 +151,16 @@ def chunk_delta_rule(
         # A running sum over the border would let a neighbour's gates shift the rounding.
         cumulative_g = g.transpose(-1, -2).where(causal, 0.0).sum(-1, keepdim=True)
     decay = (cumulative_g - cumulative_g.transpose(-1, -2)).masked_fill(~causal, -torch.inf).exp()
-    from_start, to_end = cumulative_g.exp(), (cumulative_g[..., -1:, :] - cumulative_g).exp()
+    from_start = cumulative_g.exp()
     chunk_decay = from_start[..., -1:, :]
-    if documents is not None:
+    if documents is None:
+        to_end = (cumulative_g[..., -1:, :] - cumulative_g).exp()
+    else:
         carried, last = _last_documents(documents), documents[..., -1:]
         from_start = from_start * (documents == carried[..., None])[:, None, ..., None]
-        to_end = to_end * (documents == last)[:, None, ..., None]
+        # Masked before exp: a difference across the border may be large and positive.
+        is_last = (documents == last)[:, None, ..., None]
+        to_end = (cumulative_g[..., -1:, :] - cumulative_g).masked_fill(~is_last, -torch.inf).exp()
         chunk_decay = chunk_decay * (carried == last[..., 0])[:, None, :, None, None]
 
     system = (beta * k) @ k.transpose(-1, -2) * decay  # its diagonal is not read

@@ -1,0 +1,1 @@
+"""Training: documents, packed rows, the loop."""

@@ -1,0 +1,213 @@
+"""Which parameter is updated how: Muon for matrices, AdamW for the rest, both resumable.
+
+E: experts; matrices of equal shape are updated together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from clover.errors import TrainingError
+
+OptimizerName = Literal["muon", "adamw"]
+
+# Quintic whose iteration drives singular values to about 1 (Keller Jordan, "Muon", 2024)
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+# Scales an orthogonal update to the RMS of an AdamW update (Liu et al., arXiv 2502.16982), so that
+# both optimizers share one learning rate
+MUON_RMS = 0.2
+
+# What conversion adds to a parent: starts from nothing, so it may want to move faster
+DIFFUSION_NAMES = (
+    "conv_right_weight",
+    "bd_softmax_logit_scale",
+    "bd_softmax_history_bias",
+    "bd_softmax_history_c",
+)
+# Two-dimensional, but look-up tables or a handful of rows, not maps between wide spaces
+NOT_A_MATRIX = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "conv1d.weight",
+    "mlp.gate.weight",
+    "shared_expert_gate.weight",
+    "in_proj_a.weight",
+    "in_proj_b.weight",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """Optimizer and its constants. Learning rates are the peak of the schedule."""
+
+    name: OptimizerName = "muon"
+    learning_rate: float = 3e-3
+    diffusion_lr_multiplier: float = 1.0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-10
+    momentum: float = 0.95
+
+
+def newton_schulz(matrices: Tensor) -> Tensor:
+    """Returns nearly orthogonal matrices with the singular vectors of [..., rows, columns].
+
+    Singular values end between about 0.7 and 1.2, which is good enough and cheap, also in bf16.
+    """
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    x = matrices.bfloat16()
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    result: Tensor = x.mT if is_tall else x
+    return result.to(matrices.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, orthogonalised; for matrices and stacks of matrices [E, rows, columns]."""
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float
+    ) -> None:
+        """Takes parameters of two or three dimensions."""
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append(parameter)
+            for parameters in by_shape.values():
+                self._update(
+                    parameters,
+                    lr=group["lr"],
+                    momentum=group["momentum"],
+                    weight_decay=group["weight_decay"],
+                )
+
+    def _update(
+        self, parameters: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float
+    ) -> None:
+        updates = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            assert gradient is not None
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            updates.append(gradient.lerp(buffer, momentum))
+        scale = MUON_RMS * max(parameters[0].shape[-2:]) ** 0.5
+        directions = newton_schulz(torch.stack(updates))
+        for parameter, direction in zip(parameters, directions, strict=True):
+            parameter.mul_(1 - lr * weight_decay)
+            parameter.add_(direction, alpha=-lr * scale)
+
+
+def classify(name: str, parameter: Tensor) -> Literal["diffusion", "matrix", "other"]:
+    """Returns how a parameter is treated: by Muon ("matrix"), or by AdamW without decay."""
+    if name.endswith(DIFFUSION_NAMES):
+        return "diffusion"
+    if parameter.dim() < 2 or name.endswith(NOT_A_MATRIX):
+        return "other"
+    return "matrix"
+
+
+class Optimizers:
+    """All optimizers of a model behind one step, with their state as named tensors."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        """Assigns every trainable parameter to exactly one optimizer.
+
+        Weight decay acts on matrices alone: on norms, gates, decays and embeddings it is a bias
+        towards values that mean something.
+        """
+        self._names: dict[Tensor, str] = {
+            parameter: name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        groups: dict[str, list[nn.Parameter]] = {"diffusion": [], "matrix": [], "other": []}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                groups[classify(name, parameter)].append(parameter)
+        lr = config.learning_rate
+        adam_groups = [
+            {"params": groups["other"], "lr": lr, "weight_decay": 0.0},
+            {
+                "params": groups["diffusion"],
+                "lr": lr * config.diffusion_lr_multiplier,
+                "weight_decay": 0.0,
+            },
+        ]
+        matrices = {"params": groups["matrix"], "lr": lr, "weight_decay": config.weight_decay}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if config.name == "muon" and groups["matrix"]:
+            muon = Muon(
+                groups["matrix"],
+                lr=lr,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+            )
+            self._optimizers.append(muon)
+        elif groups["matrix"]:
+            adam_groups.append(matrices)
+        adam_groups = [group for group in adam_groups if group["params"]]
+        if adam_groups:
+            adam = torch.optim.AdamW(adam_groups, betas=config.betas, eps=config.eps, fused=True)
+            self._optimizers.append(adam)
+        for group in self._groups():
+            group["peak_lr"] = group["lr"]
+
+    def step(self, factor: float) -> None:
+        """Updates all parameters at `factor` times their peak learning rate; clears gradients."""
+        for group in self._groups():
+            group["lr"] = group["peak_lr"] * factor
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Returns the state, named "parameter:moment"."""
+        return {
+            f"{self._names[parameter]}:{key}": value
+            for optimizer in self._optimizers
+            for parameter, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the state of `state_tensors`.
+
+        Raises:
+            TrainingError: The state is of other parameters.
+        """
+        states: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in tensors.items():
+            name, _, moment = key.rpartition(":")
+            states[name][moment] = tensor
+        unknown = sorted(set(states) - set(self._names.values()))
+        if unknown:
+            raise TrainingError(f"the saved optimizer state is of other parameters: {unknown[:3]}")
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if self._names[parameter] in states:
+                        optimizer.state[parameter] = states[self._names[parameter]]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]

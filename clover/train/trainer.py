@@ -1,0 +1,495 @@
+"""The training loop: one model, one config, one source of documents, events out.
+
+The same run, cut anywhere and resumed, ends with the same weights bit for bit (in fp32).
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from clover.diffusion.noise import choose_block_size, counter_generator, noise_blocks
+from clover.diffusion.objective import (
+    Losses,
+    ObjectiveConfig,
+    ar_loss,
+    ar_weights,
+    two_stream_loss,
+)
+from clover.errors import ConfigError, TrainingError
+from clover.model.transformer import CloverForCausalLM
+from clover.train import parallel
+from clover.train.data import Document, DocumentSource
+from clover.train.evaluation import EvalResult, evaluate
+from clover.train.optimizer import OptimizerConfig, Optimizers
+from clover.train.packing import Batch, Packer, PackerState, cut_blocks
+from clover.train.state import SavedState, load_state, save_state
+
+Validation = Mapping[str, Sequence[Document]]
+
+# Fields that may change when a run is resumed: they do not change what is learned
+_FREE_FIELDS = frozenset({"out", "log_every", "eval_every", "save_every"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One training run, complete."""
+
+    objective: Literal["ar", "two_stream"]
+    steps: int
+    num_rows: int = 8
+    row_length: int = 512
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    losses: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    warmup_steps: int = 100
+    schedule: Literal["cosine", "wsd"] = "wsd"
+    decay_fraction: float = 0.3
+    max_grad_norm: float = 1.0
+    precision: Literal["fp32", "bf16"] = "bf16"
+    seed: int = 0
+    block_sizes: tuple[int, ...] = (8, 16, 32)
+    block_skip_probability: float = 0.0
+    min_noise_level: float = 0.0
+    out: Path | None = None
+    log_every: int = 10
+    eval_every: int = 500
+    save_every: int = 500
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        least = {"steps": 1, "num_rows": 1, "row_length": 2, "warmup_steps": 0}
+        least |= {"log_every": 1, "eval_every": 1, "save_every": 1}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                found = getattr(self, name)
+                raise ConfigError(f"{name} must be at least {minimum}, found {found}")
+        for name in ("decay_fraction", "block_skip_probability"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must be in [0, 1], found {getattr(self, name)}")
+        if not self.block_sizes or min(self.block_sizes) < 1:
+            raise ConfigError(f"block_sizes must be positive numbers, found {self.block_sizes}")
+        if not self.max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be above 0, found {self.max_grad_norm}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvent:
+    """Means over the steps since the last such event. `step` counts finished steps."""
+
+    step: int
+    losses: Mapping[str, float]
+    learning_rate: float
+    grad_norm: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalEvent:
+    """An evaluation of one validation set."""
+
+    step: int
+    name: str
+    result: EvalResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveEvent:
+    """The run's state was written."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SummaryEvent:
+    """The run's end, or its interruption. Tokens and seconds of this process alone."""
+
+    step: int
+    is_finished: bool
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+
+
+TrainEvent = StepEvent | EvalEvent | SaveEvent | SummaryEvent
+
+
+def learning_rate_factor(step: int, config: TrainConfig) -> float:
+    """Returns the learning rate of a step (from 0) as a share of its peak.
+
+    Linear warm-up; then a half cosine to 0, or (wsd) constant and at last linear to 0.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "cosine":
+        done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+        return 0.5 * (1.0 + float(torch.cos(torch.tensor(torch.pi * done))))
+    decay_steps = max(1.0, config.decay_fraction * config.steps)
+    return min(1.0, (config.steps - step) / decay_steps)
+
+
+@contextmanager
+def training_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """Computes matrix products in bf16 where asked for; weights and sums stay fp32.
+
+    On a CPU this pays from a hidden width of about 192 on: below it, casts cost more than they save.
+    """
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+        yield
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether SIGINT or SIGTERM has arrived; a second one kills.
+
+    Does nothing outside the main thread, where signals cannot be caught.
+    """
+    caught: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        restore()
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[int(number)] = signal.signal(number, catch)
+    except ValueError:  # not the main thread
+        previous.clear()
+    try:
+        yield lambda: bool(caught)
+    finally:
+        restore()
+
+
+def train(
+    model: CloverForCausalLM,
+    config: TrainConfig,
+    source: DocumentSource,
+    *,
+    on_event: Callable[[TrainEvent], None],
+    validation: Validation | None = None,
+    resume: bool = False,
+) -> SummaryEvent:
+    """Trains the model in place and returns the closing summary (which is also the last event).
+
+    SIGINT and SIGTERM end the run after the current step, with its state saved.
+
+    Args:
+        model: Weights in fp32. A parent for the "ar" objective, a Clover model for "two_stream".
+        config: The run.
+        source: Training documents.
+        on_event: Is told of everything, in order.
+        validation: Sets of documents by name, evaluated every `eval_every` steps and at the end.
+        resume: Goes on from the state in `config.out`.
+
+    Raises:
+        TrainingError: A loss is not finite, the model does not suit the objective, or the saved
+            state is of another run.
+    """
+    run = _Run(model, config, source, on_event, validation or {})
+    if resume:
+        run.load()
+    with training_precision(config.precision, model.device), stop_on_signal() as is_stopped:
+        return run.loop(is_stopped)
+
+
+class _Run:
+    """A run's moving parts, from one step to the next."""
+
+    def __init__(
+        self,
+        model: CloverForCausalLM,
+        config: TrainConfig,
+        source: DocumentSource,
+        on_event: Callable[[TrainEvent], None],
+        validation: Validation,
+    ) -> None:
+        _check_model(model, config)
+        self.model, self.config, self.source = model, config, source
+        self.on_event = on_event if parallel.rank() == 0 else lambda event: None
+        self.validation = validation
+        self.optimizers = Optimizers(model, config.optimizer)
+        self.step = 0
+        self.data_state = PackerState()
+        self.meter = _Meter()
+
+    def loop(self, is_stopped: Callable[[], bool]) -> SummaryEvent:
+        """Steps until the end or a signal."""
+        config, saved_at = self.config, -1
+        packer, stop = self._packer(), False
+        # Several processes agree on stopping with the next gradients; one may stop at once
+        is_alone = parallel.world_size() == 1
+        while self.step < config.steps and not stop and not (is_alone and is_stopped()):
+            batch = packer.next_batch().share(parallel.rank(), parallel.world_size())
+            stop = self._take_step(batch.to(self.model.device), wants_stop=is_stopped())
+            self.data_state = packer.state
+            if self.step % config.log_every == 0 or self.step == config.steps:
+                self.on_event(self.meter.flush(self.step))
+            is_last = self.step == config.steps
+            if parallel.rank() == 0 and (self.step % config.eval_every == 0 or is_last):
+                self._evaluate()
+            if self.step % config.save_every == 0:
+                saved_at = self._save()
+        if saved_at != self.step:
+            self._save()
+        summary = self.meter.summary(self.step, is_finished=self.step >= config.steps)
+        self.on_event(summary)
+        return summary
+
+    def load(self) -> None:
+        """Takes over model, optimizers and counters from `config.out`."""
+        if self.config.out is None:
+            raise TrainingError("cannot resume a run that has no out folder")
+        state = load_state(self.config.out)
+        _check_same_run(state.progress["config"], config_to_json(self.config))
+        _load_parameters(self.model, state.model)
+        device = self.model.device
+        self.optimizers.load_state_tensors(
+            {name: tensor.to(device) for name, tensor in state.optimizer.items()}
+        )
+        self.step = state.progress["step"]
+        data = state.progress["data"]
+        self.data_state = PackerState(**data | {"waiting": tuple(data["waiting"])})
+
+    def _packer(self) -> Packer:
+        return Packer(
+            self.source,
+            num_rows=self.config.num_rows,
+            row_length=self.config.row_length,
+            pad_token_id=self.model.config.pad_token_id or 0,
+            state=self.data_state,
+        )
+
+    def _take_step(self, batch: Batch, *, wants_stop: bool) -> bool:
+        """Updates the weights; returns whether any process wants to stop."""
+        self.model.train()
+        factor = learning_rate_factor(self.step, self.config)
+        losses = batch_losses(self.model, batch, self.config, self.step)
+        if not bool(losses.total.isfinite()):
+            raise TrainingError(
+                f"the loss of step {self.step} is {float(losses.total.detach())}: lower the "
+                "learning rate or resume from the last saved state"
+            )
+        losses.total.backward()
+        stop = parallel.average_gradients(list(self.model.parameters()), wants_stop=wants_stop)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizers.step(factor)
+        self.step += 1
+        self.meter.add(
+            losses,
+            float(norm),
+            factor * self.config.optimizer.learning_rate,
+            batch.num_tokens * parallel.world_size(),
+        )
+        return stop
+
+    def _evaluate(self) -> None:
+        started = time.monotonic()
+        self.model.eval()
+        is_two_stream = self.config.objective == "two_stream"
+        for name, documents in self.validation.items():
+            result = evaluate(
+                self.model,
+                documents,
+                num_rows=self.config.num_rows,
+                row_length=self.config.row_length,
+                block_size=max(self.config.block_sizes) if is_two_stream else None,
+            )
+            self.on_event(EvalEvent(step=self.step, name=name, result=result))
+        self.meter.pause(time.monotonic() - started)
+
+    def _save(self) -> int:
+        """Writes the state, if there is a place for it, and returns its step."""
+        if self.config.out is not None and parallel.rank() == 0:
+            progress = {
+                "step": self.step,
+                "data": asdict(self.data_state),
+                "config": config_to_json(self.config),
+            }
+            state = SavedState(
+                model={name: p.detach() for name, p in self.model.named_parameters()},
+                optimizer=self.optimizers.state_tensors(),
+                progress=progress,
+            )
+            path = save_state(self.config.out, state)
+            self.on_event(SaveEvent(step=self.step, path=path))
+        return self.step
+
+
+def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int) -> Losses:
+    """Returns the losses of one batch. Noise depends on the seed and the step alone."""
+    clean_weights = ar_weights(batch.document_ids, batch.is_response, config.losses.prompt_weight)
+    if config.objective == "ar":
+        logits = model(batch.input_ids, document_ids=batch.document_ids)
+        loss = ar_loss(logits, batch.input_ids, clean_weights)
+        return Losses(total=loss, ar=loss)
+    assert model.config.diffusion is not None
+    # All processes of a data-parallel run take one block size, each draws its own noise
+    block_size = choose_block_size(
+        config.block_sizes, counter_generator(config.seed, step, "block size")
+    )
+    generator = counter_generator(config.seed, step, f"noise {parallel.rank()}")
+    skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
+    blocks = cut_blocks(batch, block_size, skips=skips)
+    noised = noise_blocks(
+        blocks.targets,
+        blocks.is_used if config.losses.end_weight > 0 else blocks.is_token,
+        mask_token_id=model.config.diffusion.mask_token_id,
+        min_level=config.min_noise_level,
+        generator=generator,
+    )
+    clean_logits, canvas_logits = model.two_stream(
+        batch.input_ids, batch.document_ids, noised.canvas, blocks.starts
+    )
+    return two_stream_loss(
+        clean_logits,
+        canvas_logits,
+        input_ids=batch.input_ids,
+        clean_weights=clean_weights,
+        block_starts=blocks.starts,
+        targets=blocks.targets,
+        is_token=blocks.is_token,
+        noised=noised,
+        config=config.losses,
+    )
+
+
+def draw_skips(
+    count: int, block_size: int, probability: float, generator: torch.Generator
+) -> list[int]:
+    """Returns how many response tokens each document leaves to history before its first block.
+
+    0, or with the given probability anything below the block size. In exact decoding a block may
+    start anywhere in a reply, not only at multiples of the block size.
+    """
+    skips = torch.randint(block_size, (count,), generator=generator)
+    is_skipped = torch.rand(count, generator=generator) < probability
+    return (skips * is_skipped).tolist()
+
+
+def config_to_json(config: TrainConfig) -> dict[str, Any]:
+    """Returns the fields that decide what is learned, as JSON values."""
+    values = {name: value for name, value in asdict(config).items() if name not in _FREE_FIELDS}
+    values["block_sizes"] = list(config.block_sizes)
+    values["optimizer"]["betas"] = list(config.optimizer.betas)
+    return values
+
+
+def _check_model(model: CloverForCausalLM, config: TrainConfig) -> None:
+    limit = model.config.max_position_embeddings
+    if config.row_length > limit:
+        raise TrainingError(f"row_length {config.row_length} is above the model's {limit}")
+    if config.objective == "ar":
+        return
+    diffusion = model.config.diffusion
+    if diffusion is None:
+        raise TrainingError("the two_stream objective needs a Clover model: convert the parent")
+    if diffusion.shift_logits != config.losses.shift_logits:
+        raise TrainingError(
+            f"losses.shift_logits is {config.losses.shift_logits}, the model's config says "
+            f"{diffusion.shift_logits}: they must agree"
+        )
+
+
+@torch.no_grad()
+def _load_parameters(model: CloverForCausalLM, saved: Mapping[str, Tensor]) -> None:
+    """Copies saved parameters into the model. A tied weight was saved once."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    if shapes != saved_shapes:
+        differing = sorted(dict(shapes.items() ^ saved_shapes.items()))
+        raise TrainingError(f"the saved state is of another model: it differs in {differing[:3]}")
+    for name, tensor in saved.items():
+        parameters[name].copy_(tensor)
+
+
+def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    changed = [
+        f"{name} was {saved.get(name)!r}, is {current.get(name)!r}"
+        for name in sorted(set(saved) | set(current))
+        if saved.get(name) != current.get(name)
+    ]
+    if changed:
+        raise TrainingError(f"the saved state is of another run: {'; '.join(changed)}")
+
+
+class _Meter:
+    """Running means and totals."""
+
+    def __init__(self) -> None:
+        self._started = self._flushed = time.monotonic()
+        self._paused = 0.0
+        self._tokens = 0
+        self._tokens_total = 0
+        self._rows: list[dict[str, float]] = []
+        self._learning_rate = 0.0
+        self._norms: list[float] = []
+
+    def add(self, losses: Losses, norm: float, learning_rate: float, tokens: int) -> None:
+        """Adds a step."""
+        values: dict[str, Tensor | None] = {
+            item.name: getattr(losses, item.name) for item in fields(losses)
+        }
+        self._rows.append({k: float(v.detach()) for k, v in values.items() if v is not None})
+        self._norms.append(norm)
+        self._learning_rate = learning_rate
+        self._tokens += tokens
+        self._tokens_total += tokens
+
+    def pause(self, seconds: float) -> None:
+        """Leaves seconds out of the next speed."""
+        self._paused += seconds
+
+    def flush(self, step: int) -> StepEvent:
+        """Returns the means since the last flush."""
+        now = time.monotonic()
+        seconds = max(now - self._flushed - self._paused, 1e-9)
+        event = StepEvent(
+            step=step,
+            losses={
+                name: sum(row[name] for row in self._rows) / len(self._rows)
+                for name in self._rows[0]
+            },
+            learning_rate=self._learning_rate,
+            grad_norm=sum(self._norms) / len(self._norms),
+            tokens_per_second=self._tokens / seconds,
+        )
+        self._flushed, self._paused, self._tokens = now, 0.0, 0
+        self._rows, self._norms = [], []
+        return event
+
+    def summary(self, step: int, *, is_finished: bool) -> SummaryEvent:
+        """Returns the totals."""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        return SummaryEvent(
+            step=step,
+            is_finished=is_finished,
+            tokens=self._tokens_total,
+            seconds=seconds,
+            tokens_per_second=self._tokens_total / seconds,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+
+
+def peak_memory_bytes() -> int:
+    """Returns the most memory that this process has held; on a GPU, that torch has allocated."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,187 @@
+"""clover-nano: an autoregressive parent, its conversion and its adaptation to block diffusion.
+
+python -m recipes.nano parent|convert|adapt --out runs/nano
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+import torch
+
+from clover.checkpoint.convert import convert
+from clover.checkpoint.load import load_model, resolve_checkpoint, save_model
+from clover.config import AttentionConfig, DeltaNetConfig, ModelConfig, MoeConfig
+from clover.diffusion.objective import ObjectiveConfig
+from clover.model.transformer import CloverForCausalLM
+from clover.tokenizer import Tokenizer
+from clover.train import parallel
+from clover.train.data import Document, DocumentEncoder, TaskSource
+from clover.train.optimizer import OptimizerConfig
+from clover.train.state import STATE_FILE
+from clover.train.trainer import SummaryEvent, TrainConfig, TrainEvent, train
+
+Stage = Literal["parent", "convert", "adapt"]
+STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
+
+# The tokenizer's home, whatever weights lie beside it
+TOKENIZER: Final = "clover-nano"
+VALIDATION_DOCUMENTS: Final = 256
+VALIDATION_SEED: Final = 1
+BLOCK_SIZE: Final = 32
+# Short replies have few tokens to learn from, so there are more of them
+FAMILY_WEIGHTS: Final = {"tool_call": 4.0, "arithmetic": 2.0, "lookup": 4.0, "sorting": 3.0}
+
+
+def parent_config(tokenizer: Tokenizer) -> ModelConfig:
+    """Returns the parent's shape: the real model's in miniature, three GDN layers to an attention."""
+    end, pad = tokenizer.token_id("<|im_end|>"), tokenizer.token_id("<|endoftext|>")
+    assert end is not None and pad is not None, "the nano tokenizer has the chat format's tokens"
+    return ModelConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=128,
+        layer_types=("linear_attention", "linear_attention", "linear_attention", "full_attention")
+        * 2,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        attention=AttentionConfig(
+            num_heads=4, num_kv_heads=2, head_dim=32, rotary_dim=16, rope_theta=10_000.0
+        ),
+        delta_net=DeltaNetConfig(
+            num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32, conv_kernel_size=4
+        ),
+        mlp=MoeConfig(
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=96,
+            shared_expert_intermediate_size=128,
+        ),
+        eos_token_ids=(end,),
+        pad_token_id=pad,
+    )
+
+
+def parent_training(out: Path) -> TrainConfig:
+    """Returns the parent's run: next-token loss over whole chats, replies above prompts."""
+    return TrainConfig(
+        objective="ar",
+        steps=3250,
+        num_rows=16,
+        row_length=256,
+        optimizer=OptimizerConfig(name="muon", learning_rate=4e-3, weight_decay=0.05),
+        losses=ObjectiveConfig(prompt_weight=0.1),
+        warmup_steps=50,
+        schedule="wsd",
+        decay_fraction=0.4,
+        precision="fp32",
+        out=out,
+        log_every=20,
+        eval_every=250,
+        save_every=100,
+    )
+
+
+def clover_training(out: Path) -> TrainConfig:
+    """Returns the adaptation: two streams, block sizes mixed so that b and c can be told apart."""
+    return TrainConfig(
+        objective="two_stream",
+        steps=900,
+        num_rows=16,
+        row_length=256,
+        optimizer=OptimizerConfig(
+            name="muon", learning_rate=3e-3, diffusion_lr_multiplier=5.0, weight_decay=0.05
+        ),
+        losses=ObjectiveConfig(shift_logits=True, ar_weight=0.5),
+        warmup_steps=50,
+        schedule="wsd",
+        decay_fraction=0.5,
+        block_sizes=(8, 16, 32, 32),
+        block_skip_probability=0.25,
+        precision="fp32",
+        out=out,
+        log_every=20,
+        eval_every=250,
+        save_every=100,
+    )
+
+
+def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent | None:
+    """Runs a stage inside `out`; goes on where it was cut. Conversion has no summary.
+
+    Leaves `out/parent`, `out/converted` and `out/clover`, each a checkpoint folder in bf16.
+    """
+    if stage == "parent":
+        return _train_parent(out, on_event)
+    if stage == "convert":
+        convert(out / "parent", out / "converted", block_size=BLOCK_SIZE, overwrite=True)
+        return None
+    return _adapt(out, on_event)
+
+
+def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
+    tokenizer_folder = resolve_checkpoint(TOKENIZER)
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    model = CloverForCausalLM(parent_config(tokenizer))
+    model.init_weights(torch.Generator().manual_seed(0))
+    config = parent_training(out / "parent-run")
+    return _train(model, config, tokenizer, tokenizer_folder, out / "parent", on_event)
+
+
+def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
+    folder = out / "converted"
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    config = clover_training(out / "clover-run")
+    return _train(model, config, tokenizer, folder, out / "clover", on_event)
+
+
+def _train(
+    model: CloverForCausalLM,
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    files_from: Path,
+    result: Path,
+    on_event: Callable[[TrainEvent], None],
+) -> SummaryEvent:
+    """Trains on the task families and writes the finished model."""
+    encoder = DocumentEncoder(tokenizer)
+    assert config.out is not None
+    summary = train(
+        model,
+        config,
+        TaskSource(encoder, seed=config.seed, weights=FAMILY_WEIGHTS),
+        on_event=on_event,
+        validation={name: validation_set(encoder, name) for name in ("seen", "heldout")},
+        resume=(config.out / STATE_FILE).is_file(),
+    )
+    if summary.is_finished and parallel.rank() == 0:
+        save_model(model, result, dtype=torch.bfloat16, files_from=files_from, overwrite=True)
+    return summary
+
+
+def validation_set(encoder: DocumentEncoder, split: str) -> list[Document]:
+    """Returns the documents on which training is evaluated; always the same ones."""
+    source = TaskSource(encoder, seed=VALIDATION_SEED, split=split)
+    return [source.document(index) for index in range(VALIDATION_DOCUMENTS)]
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a stage and prints an event a line."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.nano", description=__doc__)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--out", type=Path, default=Path("runs/nano"))
+    options = parser.parse_args(arguments)
+    parallel.join_process_group()
+    try:
+        run(options.stage, options.out, lambda event: print(event, flush=True))
+    finally:
+        parallel.leave_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""Losses against loops that follow their definitions token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from clover.diffusion.noise import NoisedBlocks
+from clover.diffusion.objective import (
+    ObjectiveConfig,
+    align_canvas_logits,
+    ar_loss,
+    ar_weights,
+    confidence_loss,
+    diffusion_weights,
+    distillation_loss,
+    two_stream_loss,
+    weighted_cross_entropy,
+)
+from clover.errors import ConfigError
+
+B, T, N, BLOCK, V = 2, 12, 3, 4, 7
+TOLERANCE = 1e-5  # fp32 sums in another order
+STARTS = torch.tensor([[2, 6, -1], [1, 5, 9]])
+
+
+@pytest.fixture
+def clean(seeded: torch.Generator) -> Tensor:
+    return torch.randn(B, T, V, generator=seeded)
+
+
+@pytest.fixture
+def canvas(seeded: torch.Generator) -> Tensor:
+    return torch.randn(B, N, BLOCK, V, generator=seeded)
+
+
+@pytest.fixture
+def targets(seeded: torch.Generator) -> Tensor:
+    return torch.randint(V, (B, N, BLOCK), generator=seeded)
+
+
+@pytest.fixture
+def masked() -> Tensor:
+    masked = torch.zeros(B, N, BLOCK, dtype=torch.bool)
+    masked[0, 0, 0] = masked[0, 1, 2:] = masked[1, 0, 3] = masked[1, 2, :] = True
+    return masked
+
+
+def _cross_entropy(logits: Tensor, target: int) -> float:
+    values = [math.exp(float(x)) for x in logits]
+    return -math.log(values[target] / sum(values))
+
+
+def test_weighted_cross_entropy_is_the_weighted_mean_over_the_whole_batch(
+    canvas: Tensor, targets: Tensor, seeded: torch.Generator
+) -> None:
+    weights = torch.rand(B, N, BLOCK, generator=seeded)
+    weights[0] = 0.0
+    expected = total = 0.0
+    for place in torch.cartesian_prod(torch.arange(B), torch.arange(N), torch.arange(BLOCK)):
+        index = tuple(place.tolist())
+        weight = float(weights[index])
+        expected += weight * _cross_entropy(canvas[index], int(targets[index]))
+        total += weight
+    found = weighted_cross_entropy(canvas, targets, weights)
+    assert abs(float(found) - expected / total) < TOLERANCE
+
+
+def test_weighted_cross_entropy_of_nothing_is_zero_and_has_a_gradient(
+    canvas: Tensor, targets: Tensor
+) -> None:
+    canvas.requires_grad_()
+    loss = weighted_cross_entropy(canvas, targets, torch.zeros(B, N, BLOCK))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    assert canvas.grad is not None and not canvas.grad.any()
+
+
+def test_ar_weights_never_cross_documents_and_favour_replies() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1]])
+    is_response = torch.tensor([[False, False, True, False, True, True, False, False]])
+    weights = ar_weights(documents, is_response, 0.25)
+    # Position t is weighted by what it predicts: token t + 1
+    assert weights.tolist() == [[0.25, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]]
+
+
+def test_ar_loss_predicts_the_next_token(clean: Tensor, seeded: torch.Generator) -> None:
+    input_ids = torch.randint(V, (B, T), generator=seeded)
+    weights = torch.rand(B, T, generator=seeded)
+    weights[:, -1] = 0.0
+    expected = total = 0.0
+    for row in range(B):
+        for t in range(T - 1):
+            weight = float(weights[row, t])
+            expected += weight * _cross_entropy(clean[row, t], int(input_ids[row, t + 1]))
+            total += weight
+    assert abs(float(ar_loss(clean, input_ids, weights)) - expected / total) < TOLERANCE
+
+
+def test_shifted_logits_are_read_one_position_earlier(clean: Tensor, canvas: Tensor) -> None:
+    aligned = align_canvas_logits(clean, canvas, STARTS, shift_logits=True)
+    for row in range(B):
+        for block in range(N):
+            if STARTS[row, block] < 0:
+                continue
+            before = clean[row, STARTS[row, block] - 1]
+            assert torch.equal(aligned[row, block, 0], before)
+            for position in range(1, BLOCK):
+                expected = canvas[row, block, position - 1]
+                assert torch.equal(aligned[row, block, position], expected)
+
+
+def test_unshifted_logits_are_read_in_place(clean: Tensor, canvas: Tensor) -> None:
+    assert align_canvas_logits(clean, canvas, STARTS, shift_logits=False) is canvas
+
+
+def test_confidence_loss_is_the_entropy_of_right_predictions_alone(
+    canvas: Tensor, targets: Tensor, masked: Tensor
+) -> None:
+    targets[1, 2] = canvas[1, 2].argmax(dim=-1)  # four right ones
+    entropies = []
+    for index in map(tuple, masked.nonzero().tolist()):
+        if int(canvas[index].argmax()) == int(targets[index]):
+            shares = canvas[index].softmax(dim=-1).tolist()
+            entropies.append(-sum(p * math.log(p) for p in shares))
+    assert 4 <= len(entropies) < int(masked.sum())
+    found = float(confidence_loss(canvas, targets, masked))
+    assert abs(found - sum(entropies) / len(entropies)) < TOLERANCE
+
+
+def test_confidence_loss_is_zero_when_nothing_is_right(canvas: Tensor, masked: Tensor) -> None:
+    wrong = (canvas.argmax(dim=-1) + 1) % V
+    assert float(confidence_loss(canvas, wrong, masked)) == 0.0
+
+
+def test_distillation_compares_with_the_clean_token_before_and_spares_the_teacher(
+    clean: Tensor, canvas: Tensor, masked: Tensor
+) -> None:
+    clean.requires_grad_()
+    canvas.requires_grad_()
+    loss = distillation_loss(canvas, clean, STARTS, masked)
+    divergences = []
+    for row, block, position in masked.nonzero().tolist():
+        teacher = clean[row, int(STARTS[row, block]) + position - 1].softmax(-1)
+        student = canvas[row, block, position].softmax(-1)
+        divergences.append(float((teacher * (teacher / student).log()).sum().detach()))
+    assert abs(float(loss.detach()) - sum(divergences) / len(divergences)) < TOLERANCE
+    loss.backward()
+    assert clean.grad is None
+    assert canvas.grad is not None and bool(canvas.grad[masked].any())
+    assert not canvas.grad[~masked].any()
+
+
+def test_weights_by_level_are_its_inverse_where_masked(masked: Tensor) -> None:
+    level = torch.tensor([[0.5, 0.25, 1.0], [0.1, 1.0, 0.8]])
+    noised = NoisedBlocks(canvas=masked.long(), masked=masked, level=level)
+    is_token = torch.ones_like(masked)
+    plain = diffusion_weights(noised, is_token, end_weight=0.1, by_level=False)
+    by_level = diffusion_weights(noised, is_token, end_weight=0.1, by_level=True)
+    assert torch.equal(plain, masked.float())
+    for row, block, position in masked.nonzero().tolist():
+        expected = 1.0 / float(level[row, block])
+        assert abs(float(by_level[row, block, position]) - expected) < TOLERANCE
+    assert not by_level[~masked].any()
+
+
+def test_positions_right_of_the_end_weigh_what_the_config_says(masked: Tensor) -> None:
+    noised = NoisedBlocks(canvas=masked.long(), masked=masked, level=torch.ones(B, N))
+    is_token = torch.ones_like(masked)
+    is_token[..., -1] = False
+    weights = diffusion_weights(noised, is_token, end_weight=0.25, by_level=False)
+    assert torch.equal(weights[..., :-1], masked[..., :-1].float())
+    assert bool(masked[..., -1].any())
+    assert torch.equal(weights[..., -1], 0.25 * masked[..., -1])
+
+
+@pytest.mark.parametrize("shift_logits", [True, False])
+def test_two_stream_loss_is_the_weighted_sum_of_its_parts(
+    clean: Tensor, canvas: Tensor, targets: Tensor, masked: Tensor, *, shift_logits: bool
+) -> None:
+    input_ids = torch.arange(B * T).view(B, T) % V
+    clean_weights = torch.ones(B, T)
+    noised = NoisedBlocks(canvas=targets, masked=masked, level=torch.full((B, N), 0.5))
+    losses = two_stream_loss(
+        clean,
+        canvas,
+        input_ids=input_ids,
+        clean_weights=clean_weights,
+        block_starts=STARTS,
+        targets=targets,
+        is_token=torch.ones_like(masked),
+        noised=noised,
+        config=ObjectiveConfig(
+            shift_logits=shift_logits,
+            ar_weight=0.5,
+            confidence_weight=0.1,
+            distillation_weight=0.2,
+        ),
+    )
+    assert losses.diffusion is not None
+    assert losses.confidence is not None and losses.distillation is not None
+    parts = [losses.diffusion, 0.5 * losses.ar, 0.1 * losses.confidence, 0.2 * losses.distillation]
+    assert abs(float(losses.total - sum(parts))) < TOLERANCE
+    aligned = align_canvas_logits(clean, canvas, STARTS, shift_logits=shift_logits)
+    expected = [
+        _cross_entropy(aligned[index], int(targets[index]))
+        for index in map(tuple, masked.nonzero().tolist())
+    ]
+    assert abs(float(losses.diffusion) - sum(expected) / len(expected)) < TOLERANCE
+
+
+def test_parts_of_weight_zero_are_not_computed(
+    clean: Tensor, canvas: Tensor, targets: Tensor, masked: Tensor
+) -> None:
+    losses = two_stream_loss(
+        clean,
+        canvas,
+        input_ids=torch.zeros(B, T, dtype=torch.long),
+        clean_weights=torch.ones(B, T),
+        block_starts=STARTS,
+        targets=targets,
+        is_token=torch.ones_like(masked),
+        noised=NoisedBlocks(canvas=targets, masked=masked, level=torch.ones(B, N)),
+        config=ObjectiveConfig(),
+    )
+    assert losses.confidence is None and losses.distillation is None
+
+
+def test_a_negative_weight_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ar_weight must be at least 0, found -1\.0"):
+        ObjectiveConfig(ar_weight=-1.0)
