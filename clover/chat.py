@@ -109,14 +109,16 @@ class ToolCall:
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
             raise PromptError(f"a tool call needs a function name, found {data!r}")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and arguments:
             try:
-                arguments = json.loads(arguments)
-            except ValueError as error:
+                arguments = json.loads(arguments, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
                 raise PromptError(
                     f"arguments of tool call {name!r} are not JSON: {error}"
                 ) from None
+        if arguments is None or arguments == "":
+            arguments = {}
         if not isinstance(arguments, Mapping):
             raise PromptError(
                 f"arguments of tool call {name!r} must be an object, found {arguments!r}"
@@ -158,12 +160,16 @@ class Message:
         Raises:
             PromptError: A field is unknown or holds what the format cannot say.
         """
+        if not isinstance(data, Mapping):
+            raise PromptError(f"a message must be an object with a role, found {data!r}")
         known = {"role", "content", "reasoning_content", "thinking", "tool_calls"}
         unknown = {key for key, value in data.items() if value is not None} - known
         if unknown := unknown - {"id", "name", "tool_call_id"}:
             raise PromptError(f"unknown message fields {sorted(unknown)}; expected {sorted(known)}")
         thinking = data.get("reasoning_content")
         calls = data.get("tool_calls") or ()
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise PromptError(f"tool_calls must be a list of calls, found {calls!r}")
         return cls(
             role=cast(Role, data.get("role")),
             content=_join_parts(data.get("content")),
@@ -219,17 +225,12 @@ class ChatTemplate:
         """
         path = folder / "chat_template.jinja"
         if path.is_file():
-            return cls(path.read_text(encoding="utf-8"))
-        config_path = folder / "tokenizer_config.json"
-        if config_path.is_file():
             try:
-                config = json.loads(config_path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise TemplateError(f"{config_path} is not JSON: {error}") from error
-            source = config.get("chat_template")
-            if isinstance(source, str):
-                return cls(source)
-        return cls()
+                return cls(path.read_text(encoding="utf-8"))
+            except UnicodeDecodeError as error:
+                raise TemplateError(f"{path}: expected UTF-8 text, found: {error}") from error
+        source = _read_template_field(folder / "tokenizer_config.json")
+        return cls() if source is None else cls(source)
 
     def render(
         self,
@@ -258,6 +259,23 @@ class ChatTemplate:
             raise TemplateError(_describe(error)) from error
         except Exception as error:  # a template is a foreign program: it may raise anything
             raise TemplateError(f"chat template failed: {type(error).__name__}: {error}") from error
+
+
+def _read_template_field(path: Path) -> str | None:
+    """Returns the `chat_template` of a `tokenizer_config.json`, None if there is none."""
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TemplateError(f"{path} is not JSON: {error}") from error
+    source = config.get("chat_template") if isinstance(config, dict) else config
+    if source is None or isinstance(source, str):
+        return source
+    raise TemplateError(
+        f"{path}: expected an object whose chat_template is one text, found "
+        f"{type(source).__name__}; put the template to use into chat_template.jinja"
+    )
 
 
 def render_reply(message: Message, *, enable_thinking: bool) -> str:
@@ -379,7 +397,8 @@ _END_PARAMETER: Final = "</parameter>"
 _END_TURN: Final = "<|im_end|>"
 _NAME_END: Final = re.compile(r"[<>\n]")
 _MAX_NAME_LENGTH: Final = 256  # characters; a text without end is no name
-_MAX_SCHEMA_DEPTH: Final = 16  # references may form a cycle
+_MAX_SCHEMA_DEPTH: Final = 16
+_COMBINERS: Final = ("anyOf", "oneOf", "allOf")
 
 DeltaKind = Literal["thinking", "content", "call_started", "argument", "call", "call_dropped"]
 
@@ -434,6 +453,11 @@ class ChatParser:
     def __init__(
         self, *, starts_in_thinking: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> None:
+        """Starts a reply to a prompt that offered `tools`.
+
+        Raises:
+            PromptError: A tool has no name, or its parameters are not a JSON schema.
+        """
         self._schemas = _read_schemas(tools)
         self._starts_in_thinking = starts_in_thinking
         self._thinking = _Text()
@@ -691,19 +715,34 @@ def _held_back(text: str, start: int, tags: Sequence[str]) -> int:
 
 def _read_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Returns the JSON schema of the parameters of each tool, by function name."""
-    functions = [tool.get("function", tool) for tool in tools]
-    return {function.get("name", ""): function.get("parameters") or {} for function in functions}
+    schemas = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            raise PromptError(f"a tool needs a function with a name, found {tool!r}")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise PromptError(
+                f"parameters of tool {name!r} must be an object, found {parameters!r}"
+            )
+        schemas[name] = parameters
+    return schemas
 
 
 def _convert(raw: str, key: str, parameters: Mapping[str, Any]) -> Any:
     """Returns the JSON value that the text of an argument means under the tool's schema."""
-    properties = parameters.get("properties") or {}
-    schema = properties.get(key, parameters.get("additionalProperties"))
-    types, choices = _allowed(schema, parameters)
+    properties = parameters.get("properties")
+    schema = parameters.get("additionalProperties")
+    if isinstance(properties, Mapping):
+        schema = properties.get(key, schema)
+    types, choices = _allowed(schema, parameters, {})
     if raw in choices or types == {"string"}:
         return raw
     try:
         value = json.loads(raw, parse_constant=_refuse_constant)
+        # Infinite numbers (1e999) and lone surrogates pass the reader, and no one can write them.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return raw
     if "string" in types and (isinstance(value, str) or not _type_names(value) & types):
@@ -711,33 +750,50 @@ def _convert(raw: str, key: str, parameters: Mapping[str, Any]) -> Any:
     return value
 
 
+_Allowed = tuple[frozenset[str], frozenset[str]]
+
+
 def _allowed(
-    schema: object, root: Mapping[str, Any], depth: int = 0
-) -> tuple[frozenset[str], list[Any]]:
-    """Returns the JSON types that a schema allows (none named: anything) and its string choices."""
+    schema: object, root: Mapping[str, Any], known: dict[str, _Allowed], depth: int = 0
+) -> _Allowed:
+    """Returns the JSON types that a schema allows (none named: anything) and its string choices.
+
+    `known` holds what each reference means, so that none is followed twice: they may form a cycle.
+    """
     if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
-        return frozenset(), []
-    choices = list(schema.get("enum", [schema["const"]] if "const" in schema else []))
-    parts = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or []
+        return frozenset(), frozenset()
     if "$ref" in schema:
-        parts = [_resolve(schema["$ref"], root)]
-    below = [_allowed(part, root, depth + 1) for part in parts]
-    declared = schema.get("type", [])
-    types = frozenset([declared] if isinstance(declared, str) else declared)
+        reference = str(schema["$ref"])
+        if reference not in known:
+            known[reference] = frozenset(), frozenset()
+            known[reference] = _allowed(_resolve(reference, root), root, known, depth + 1)
+        parts = [known[reference]]
+    else:
+        below = next(filter(None, (_as_list(schema.get(key)) for key in _COMBINERS)), [])
+        parts = [_allowed(part, root, known, depth + 1) for part in below]
+    choices = _as_list(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
+    declared = schema.get("type")
+    declared = [declared] if isinstance(declared, str) else _as_list(declared)
+    types = frozenset(name for name in declared if isinstance(name, str))
     if not types and choices:
         types = frozenset().union(*map(_type_names, choices))
-    if not types and all(names for names, _ in below):
-        types = frozenset().union(*(names for names, _ in below))
+    if not types and all(names for names, _ in parts):
+        types = frozenset().union(*(names for names, _ in parts))
     if types and schema.get("nullable") is True:
         types |= {"null"}
-    strings = [choice for choice in choices if isinstance(choice, str)]
-    return types, strings + [choice for _, texts in below for choice in texts]
+    strings = frozenset(choice for choice in choices if isinstance(choice, str))
+    return types, strings.union(*(texts for _, texts in parts))
 
 
-def _resolve(reference: object, root: Mapping[str, Any]) -> object:
+def _as_list(value: object) -> list[Any]:
+    """Returns a JSON list as it is; anything else, which no schema means, as an empty one."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> object:
     """Returns the part of the schema that a local reference (`#/$defs/Name`) names, or None."""
     node: object = root
-    for name in str(reference).removeprefix("#/").split("/"):
+    for name in reference.removeprefix("#/").split("/"):
         node = node.get(name) if isinstance(node, Mapping) else None
     return node
 

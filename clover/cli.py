@@ -49,10 +49,15 @@ EntropyOption = Annotated[float | None, typer.Option(help="Short for --policy en
 BlockSizeOption = Annotated[
     int | None, typer.Option(help="Tokens denoised together, in place of the model's own number.")
 ]
-TemperatureOption = Annotated[float, typer.Option(help="0 takes the most likely token.")]
-TopKOption = Annotated[int, typer.Option(help="Draw from the k most likely tokens; 0: all.")]
-TopPOption = Annotated[float, typer.Option(help="Draw from the likeliest tokens of this mass.")]
-MinPOption = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest.")]
+# Left out, these four are what the checkpoint's generation_config.json recommends, else greedy.
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="0 takes the most likely token; default: the checkpoint's.")
+]
+TopKOption = Annotated[int | None, typer.Option(help="Draw from the k most likely tokens; 0: all.")]
+TopPOption = Annotated[float | None, typer.Option(help="Draw from the likeliest of this mass.")]
+MinPOption = Annotated[
+    float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
+]
 SeedOption = Annotated[int | None, typer.Option(help="Makes a drawn text reproducible.")]
 MaxTokensOption = Annotated[int, typer.Option(help="Most tokens of one reply.")]
 StopOption = Annotated[list[str] | None, typer.Option(help="Text that ends a reply; repeatable.")]
@@ -114,10 +119,10 @@ def generate(
     threshold: ThresholdOption = None,
     entropy_bound: EntropyOption = None,
     block_size: BlockSizeOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
     seed: SeedOption = None,
     max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
     stop: StopOption = None,
@@ -127,12 +132,14 @@ def generate(
     device: DeviceOption = "auto",
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
     examples: Annotated[
-        int, typer.Option(min=0, help="Answer this many held-out tasks instead, and check them.")
+        int, typer.Option(min=0, help="Answer and check this many tasks that no training saw.")
     ] = 0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run the autoregressive parent beside the model.")
     ] = False,
-    parent: Annotated[str, typer.Option(help="The parent of --compare.")] = DEFAULT_PARENT,
+    parent: Annotated[
+        str | None, typer.Option(help=f"The parent of --compare, {DEFAULT_PARENT} by default.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
     """Answers a prompt, showing the denoising when a terminal watches."""
@@ -149,12 +156,13 @@ def generate(
         max_tokens,
         stop,
     )
+    if parent is not None and not compare:
+        raise RequestError(f"--parent {parent} is for --compare, which is not given; leave it out")
     questions = _read_questions(prompt, system, tools, thinking, is_raw=raw, examples=examples)
     writers = [_open_writer(model, knobs, device)]
     if compare:
-        writers.append(
-            _open_writer(parent, dataclasses.replace(knobs, policy=None, block_size=None), device)
-        )
+        plain = dataclasses.replace(knobs, policy=None, block_size=None)
+        writers.append(_open_writer(parent or DEFAULT_PARENT, plain, device))
     _answer_all(writers, questions, as_json=as_json)
 
 
@@ -165,10 +173,10 @@ def chat(
     threshold: ThresholdOption = None,
     entropy_bound: EntropyOption = None,
     block_size: BlockSizeOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = 0,
-    top_p: TopPOption = 1.0,
-    min_p: MinPOption = 0.0,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
     seed: SeedOption = None,
     max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
     stop: StopOption = None,
@@ -337,20 +345,20 @@ def _read_knobs(
     threshold: float | None,
     entropy_bound: float | None,
     block_size: int | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
     seed: int | None,
     max_tokens: int,
     stop: Sequence[str] | None,
 ) -> Knobs:
     from clover.cli_reply import Knobs
-    from clover.diffusion.sampling import SamplingParams
 
-    sampling = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-    )
+    knobs = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling = {
+        name: value for name, value in (knobs | {"seed": seed}).items() if value is not None
+    }
     return Knobs(
         policy=_choose_policy(policy, threshold, entropy_bound),
         block_size=block_size,
@@ -376,14 +384,17 @@ def _choose_policy(
 
 
 def _read_tools(path: Path | None) -> list[Mapping[str, Any]]:
+    from clover.chat import ChatParser
+
     if path is None:
         return []
     try:
         tools = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PromptError(f"--tools {path}: expected a JSON file, found {error}") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise PromptError(f"--tools {path}: expected a list of tool objects, as in the OpenAI API")
+    ChatParser(starts_in_thinking=False, tools=tools)  # refuses a bad tool before the first pass
     return tools
 
 
@@ -426,7 +437,10 @@ def _read_questions(
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise PromptError("expected a prompt as argument or on standard input, found none")
-    text = sys.stdin.read().rstrip("\n") if prompt is None else prompt
+    try:
+        text = sys.stdin.read().rstrip("\n") if prompt is None else prompt
+    except UnicodeDecodeError as error:
+        raise PromptError(f"expected text on standard input, found {error}") from error
     if not text.strip():
         raise PromptError("expected a prompt, found an empty one")
     return text
@@ -438,7 +452,7 @@ def _example_questions(count: int) -> list[Question]:
     from clover.cli_reply import Question
     from clover.tasks import FAMILIES, check_reply, make_task
 
-    tasks = [make_task(FAMILIES[index % len(FAMILIES)], index, "heldout") for index in range(count)]
+    tasks = [make_task(FAMILIES[index % len(FAMILIES)], index, "seen") for index in range(count)]
     return [
         Question(
             messages=task.messages,
@@ -469,16 +483,25 @@ def _choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise RequestError(f"device is {name!r}; allowed: auto, cpu, cuda") from error
+    num_gpus = torch.cuda.device_count()
+    if device.type not in ("cpu", "cuda") or (
+        device.type == "cuda" and (device.index or 0) >= num_gpus
+    ):
+        raise RequestError(
+            f"device is {name!r}; allowed: auto, cpu, cuda, found {num_gpus} GPUs that torch can use"
+        )
+    return device
 
 
 def _consoles() -> tuple[Console, Console]:
     """Returns where answers go, and where everything else goes."""
     from rich.console import Console
 
-    return Console(), Console(stderr=True)
+    # emoji=False: what a model or a user wrote, ":smile:" for one, is shown as it is.
+    return Console(emoji=False), Console(stderr=True, emoji=False)
 
 
 def _answer_all(writers: Sequence[Writer], questions: Sequence[Question], *, as_json: bool) -> None:

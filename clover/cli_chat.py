@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from clover.chat import Message
 from clover.cli_display import Screen, summary
 from clover.cli_reply import Question, Reply, Writer, write
-from clover.errors import CloverError
+from clover.errors import CloverError, PromptError
 
 HELP = "/thinking switches thinking, /reset forgets the chat, /exit leaves; Ctrl-C stops a reply."
 
@@ -34,7 +35,7 @@ class Chat:
         self._messages: tuple[Message, ...] = self._start
         self._tools = tools
         self._enable_thinking = enable_thinking
-        self._out, self._notes = out, notes
+        self._notes = notes
         self._is_live = out.is_terminal
         self._screen = Screen(out) if self._is_live else None
 
@@ -65,6 +66,8 @@ class Chat:
                 return input(prompt if self._is_live else "")
             except KeyboardInterrupt:
                 self._note("")
+            except UnicodeDecodeError as error:
+                raise PromptError(f"expected text on standard input, found {error}") from error
 
     def _obey(self, command: str) -> None:
         if command == "/thinking":
@@ -103,7 +106,7 @@ class Chat:
             self._note(f"{reply.text}\nstopped")
             message = Message("assistant", content=reply.message.content)
         if not self._is_live:
-            self._out.print(reply.answer, markup=False, highlight=False, soft_wrap=True)
+            typer.echo(reply.answer)  # rich would expand tabs and drop control characters
         self._notes.print(
             summary(reply.pane), style="dim", markup=False, highlight=False, soft_wrap=True
         )

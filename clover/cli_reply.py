@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clover.chat import ChatTemplate, Message, parse_reply
-from clover.checkpoint.load import LoadedCheckpoint
+from clover.checkpoint.load import GenerationDefaults, LoadedCheckpoint
 from clover.cli_display import Pane, Screen
 from clover.diffusion.generate import (
     BlockCommitted,
@@ -24,7 +25,7 @@ from clover.diffusion.generate import (
 )
 from clover.diffusion.policies import Autoregressive, Policy, Threshold
 from clover.diffusion.sampling import SamplingParams
-from clover.errors import GenerationError
+from clover.errors import GenerationError, RequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,7 @@ class Knobs:
 
     policy: Policy | None = None
     block_size: int | None = None
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: Mapping[str, float | int] = field(default_factory=dict)  # what was asked for
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
 
@@ -66,9 +67,15 @@ class Writer:
         self.title = title
         config = checkpoint.config
         self.policy = knobs.policy or (Threshold() if config.diffusion else Autoregressive())
+        if knobs.block_size is not None and isinstance(self.policy, Autoregressive):
+            raise RequestError(
+                f"block_size is {knobs.block_size}, but the policy of {title} is autoregressive, "
+                "which has no blocks; leave it out"
+            )
         self.mask_token_id = config.diffusion.mask_token_id if config.diffusion else None
         self.reserved_ids = reserved_token_ids(config, len(checkpoint.tokenizer))
         self._knobs = knobs
+        self._sampling = choose_sampling(knobs.sampling, checkpoint.generation)
 
     def events(self, prompt_ids: Sequence[int]) -> Iterator[Event]:
         """Starts a reply. A bad prompt or knob is refused here, before the first pass."""
@@ -76,7 +83,7 @@ class Writer:
         request = GenerationRequest(
             prompt_ids=prompt_ids,
             max_tokens=knobs.max_tokens,
-            sampling=knobs.sampling,
+            sampling=self._sampling,
             policy=self.policy,
             stop=knobs.stop,
         )
@@ -87,6 +94,24 @@ class Writer:
             forbidden_token_ids=self.reserved_ids,
             block_size=knobs.block_size,
         )
+
+
+def choose_sampling(
+    asked: Mapping[str, float | int], defaults: GenerationDefaults
+) -> SamplingParams:
+    """Returns the sampling that was asked for, filled up by what the model's authors recommend.
+
+    Without a recommendation to sample, text is greedy.
+    """
+    recommended: dict[str, Any] = {}
+    if defaults.do_sample:
+        recommended = {
+            name: value
+            for name, value in dataclasses.asdict(defaults).items()
+            if name != "do_sample" and value is not None
+        }
+        recommended = {"temperature": 1.0} | recommended
+    return SamplingParams(**recommended | dict(asked))
 
 
 class Reply:

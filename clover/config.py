@@ -375,7 +375,7 @@ def read_config_dict(folder: Path) -> dict[str, Any]:
             f"{path}: expected a model's config.json, found no such file. "
             "Give the folder of a Hugging Face checkpoint."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: expected a JSON object, found: {error}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}.")
@@ -412,7 +412,8 @@ def _read_family(content: Mapping[str, Any], where: str) -> _Family:
         raise fields.fail("model_type", "one of " + ", ".join(_MODEL_TYPES), model_type)
     architectures = fields.take("architectures")
     if architectures is not None and (
-        not isinstance(architectures, list) or not set(architectures) <= set(family.architectures)
+        not isinstance(architectures, list)
+        or any(name not in family.architectures for name in architectures)
     ):
         raise fields.fail("architectures", " or ".join(family.architectures), architectures)
     return family
@@ -430,7 +431,7 @@ def _flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise fields.fail("text_config", "an object", inner)
     text = {key: value for key, value in inner.items() if key != "architectures"}
     text_type = text.pop("model_type", model_type)
-    if _MODEL_TYPES.get(text_type) is not _MODEL_TYPES[model_type]:
+    if _MODEL_TYPES.get(str(text_type)) is not _MODEL_TYPES[model_type]:
         raise fields.fail("text_config.model_type", f"{model_type}_text", text_type)
     for key in _IGNORED_WHEN_NESTED:
         outer.pop(key, None)

@@ -90,7 +90,7 @@ def clover_training(out: Path) -> TrainConfig:
     """Returns the adaptation: two streams, block sizes mixed so that b and c can be told apart."""
     return TrainConfig(
         objective="two_stream",
-        steps=850,
+        steps=700,
         num_rows=16,
         row_length=256,
         optimizer=OptimizerConfig(

@@ -210,7 +210,7 @@ def read_index(folder: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
             raise ValueError("no map from tensor names to file names")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a weight_map, found: {error!r}.") from error
     for name in weight_map.values():
         if Path(name).name != name:
@@ -255,7 +255,7 @@ def read_header(file: Path) -> list[StoredTensor]:
         entries = json.loads(raw)
         entries.pop("__metadata__", None)
         stored = [_parse_entry(file, 8 + length, *item) for item in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(file, repr(error)) from error
     return _check_layout(file, sorted(stored, key=lambda item: item.offset), 8 + length, size)
 

@@ -184,7 +184,7 @@ def _read_generation_config(folder: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: expected a JSON object, found: {error}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}.")

@@ -112,7 +112,9 @@ def generate(
 
     Requests whose policies share a loop share their passes: first those of `threshold` and
     `entropy_bound`, then `exact`, then `autoregressive`. A request's text does not depend on the
-    others. The caller may stop iterating at any time.
+    others, and that of `exact` is that of `autoregressive`, up to the rounding of the logits, which
+    varies with the shape of a pass: in bf16 a near tie may fall the other way. The caller may stop
+    iterating at any time.
 
     Args:
         model: A Clover model; of an autoregressive parent, `autoregressive` alone can be asked.

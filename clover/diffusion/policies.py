@@ -159,9 +159,9 @@ def parse_policy(text: str) -> Policy:
                 return Autoregressive()
     except RequestError:
         raise
-    except ValueError as error:
-        raise RequestError(f"policy {text!r}: {value!r} is not a number that fits") from error
+    except ValueError:
+        pass  # not a number, or not a whole one: the sentence below says what would be
     raise RequestError(
         f"policy is {text!r}; allowed: threshold[=0..1], entropy_bound[=nats], "
-        "exact[=draft passes], autoregressive"
+        "exact[=draft passes, a whole number], autoregressive"
     )

@@ -219,7 +219,9 @@ def fla_delta_rule(
     """Returns outputs and final state by FLA's CUDA kernels (short inputs: the fused recurrence)."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
-    kernel = chunk_gated_delta_rule if v.shape[1] > CHUNK_SIZE else fused_recurrent_gated_delta_rule
+    # The fused recurrence is for decoding: it has no backward.
+    is_short = v.shape[1] <= CHUNK_SIZE and not torch.is_grad_enabled()
+    kernel = fused_recurrent_gated_delta_rule if is_short else chunk_gated_delta_rule
     q, k = expand_heads(q, v.shape[2]), expand_heads(k, v.shape[2])
     o, state = kernel(
         q.to(v.dtype),

@@ -98,7 +98,9 @@ class SparseMoe(nn.Module):
             blocks = restrict_to_coreset(blocks, self.coreset_size)
             probabilities = torch.cat([clean, blocks.flatten(1, 2)], dim=1)
         weights, indices = probabilities.flatten(0, 1).topk(self.num_experts_per_tok, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        # A token may give every admitted expert a probability of 0 in fp32: it then has none.
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / total.clamp_min(torch.finfo(total.dtype).tiny)
         x = hidden_states.flatten(0, 1)
         routed = self.experts(x, weights.to(x.dtype), indices)
         shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)

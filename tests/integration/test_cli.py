@@ -252,6 +252,9 @@ def test_a_stop_string_ends_the_text_before_it(run: Run, folders: Folders) -> No
         (("generate", "x", "--raw", "--system", "y"), "--system"),
         (("generate", "x", "--tools", "no-such.json"), "no-such.json"),
         (("generate", "x", "--device", "abacus"), "abacus"),
+        (("generate", "x", "--device", "meta"), "allowed: auto, cpu, cuda"),
+        (("generate", "x", "--device", "cuda:99"), "allowed: auto, cpu, cuda"),
+        (("generate", "x", "--parent", "elsewhere"), "--compare"),
         (("inspect", "no-such-folder"), "no-such-folder"),
         (("convert", "no-such-folder", "out"), "no-such-folder"),
         (("train", "out"), "--recipe or --data"),
@@ -299,6 +302,38 @@ def test_a_parent_is_refused_diffusion_policies(run: Run, folders: Folders) -> N
     assert done.code == 2
     assert "autoregressive" in done.err
     assert run("generate", "x", "-m", folders.parent, *SHORT).code == 0
+
+
+def test_a_block_size_is_refused_where_there_are_no_blocks(run: Run, folders: Folders) -> None:
+    for arguments in (("-m", folders.parent), ("-m", folders.clover, "--policy", "autoregressive")):
+        done = run("generate", "x", "--block-size", "4", *arguments)
+        assert (done.code, done.out) == (2, "")
+        assert "block_size is 4" in done.err
+
+
+def test_a_bad_tool_is_refused_before_the_first_pass(
+    run: Run, folders: Folders, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.json").write_text('[{"function": "weather"}]')
+    done = run("generate", "x", "-m", folders.clover, "--tools", str(tmp_path / "tools.json"))
+    assert (done.code, done.out) == (2, "")
+    assert "a function with a name" in done.err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_bytes_that_are_no_text_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folders: Folders,
+    command: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["clover", command, "-m", folders.clover])
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "expected text on standard input" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback() -> None:

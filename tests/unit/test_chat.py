@@ -87,9 +87,17 @@ def test_an_openai_message_is_read() -> None:
         ({"role": "assistant", "tool_calls": ["weather"]}, "needs a function name"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "are not JSON"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "an object"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": []}]}, "an object"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 9**5}]}, "not JSON"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]},
+            "NaN is not JSON",
+        ),
+        ({"role": "assistant", "tool_calls": 5}, "a list of calls, found 5"),
+        ("Hi", "an object with a role, found 'Hi'"),
     ],
 )
-def test_a_message_that_the_format_cannot_say_is_refused(data: dict[str, Any], fault: str) -> None:
+def test_a_message_that_the_format_cannot_say_is_refused(data: Any, fault: str) -> None:
     with pytest.raises(PromptError, match=fault):
         Message.from_dict(data)
 
@@ -228,9 +236,18 @@ def test_a_folder_brings_its_own_template(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path).render([Message("user", "Hi")]) == "Hi?"
 
 
-def test_a_damaged_tokenizer_config_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text("{")
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "[" * 9**5, '{"chat_template": [{"name": "default", "template": "x"}]}']
+)
+def test_a_damaged_tokenizer_config_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(TemplateError, match=r"tokenizer_config\.json"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_a_template_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(TemplateError, match=r"chat_template\.jinja: expected UTF-8"):
         ChatTemplate.load(tmp_path)
 
 
@@ -445,6 +462,45 @@ def test_a_parameter_that_is_not_named_is_read_by_additional_properties() -> Non
 
 def test_without_tools_a_value_is_json_if_it_is_json() -> None:
     assert parse_reply(CALL_TEXT, starts_in_thinking=False).tool_calls == (CALL,)
+
+
+@pytest.mark.parametrize("raw", ["1e999", "[1e999]", '"\\ud800"', '{"a": "\\ud800"}'])
+def test_json_that_nobody_can_write_stays_text(raw: str) -> None:
+    text = CALL_TEXT.replace("Oslo", raw)
+    (call,) = parse_reply(text, starts_in_thinking=False).tool_calls
+    assert call.arguments["city"] == raw
+
+
+@pytest.mark.parametrize(
+    ("tool", "fault"),
+    [
+        ("weather", "a tool needs a function with a name"),
+        ({"function": "weather"}, "a tool needs a function with a name"),
+        ({"name": ["weather"]}, "a tool needs a function with a name"),
+        ({"name": "weather", "parameters": "x"}, "parameters of tool 'weather'"),
+    ],
+)
+def test_a_tool_that_is_none_is_refused(tool: Any, fault: str) -> None:
+    with pytest.raises(PromptError, match=fault):
+        ChatParser(starts_in_thinking=False, tools=[tool])
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": [{}]}, {"type": 5}, {"enum": 5}, {"anyOf": 5}, {"anyOf": [5]}, "integer"]
+)
+def test_a_schema_that_says_nothing_sensible_allows_anything(schema: Any) -> None:
+    tool = make_tool("weather", days=schema)
+    (call,) = parse_reply(CALL_TEXT, starts_in_thinking=False, tools=[tool]).tool_calls
+    assert call.arguments == {"city": "Oslo", "days": 2}
+
+
+@pytest.mark.timeout(10)
+def test_a_schema_that_refers_to_itself_many_times_is_read_at_once() -> None:
+    tool = make_tool("weather", days={"$ref": "#/$defs/Days"})
+    cycle = [{"$ref": "#/$defs/Days"}] * 20
+    tool["function"]["parameters"]["$defs"] = {"Days": {"anyOf": [{"type": "string"}, *cycle]}}
+    (call,) = parse_reply(CALL_TEXT, starts_in_thinking=False, tools=[tool]).tool_calls
+    assert call.arguments["city"] == "Oslo"
 
 
 def test_a_call_of_an_unknown_function_is_still_a_call() -> None:

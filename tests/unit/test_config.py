@@ -243,6 +243,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("model_type", "qwen3_next", "one of qwen3_5_moe_text"),
     ("model_type", ["qwen3_5_moe_text"], "one of qwen3_5_moe_text"),
     ("architectures", ["Qwen3NextForCausalLM"], "Qwen3_5MoeForCausalLM"),
+    ("architectures", [{}], "Qwen3_5MoeForCausalLM"),
+    ("architectures", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForCausalLM"),
     ("block_size", 32, "only keys that Clover understands"),
 ]
 

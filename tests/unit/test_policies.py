@@ -130,14 +130,14 @@ def test_a_policy_is_read_from_its_name_and_value(text: str, policy: Policy) -> 
         ("greedy", "greedy"),
         ("", "allowed"),
         ("autoregressive=1", "autoregressive=1"),
-        ("threshold=", "''"),
-        ("threshold=high", "'high'"),
+        ("threshold=", "policy is 'threshold='; allowed: threshold[=0..1]"),
+        ("threshold=high", "policy is 'threshold=high'; allowed: threshold[=0..1]"),
         ("threshold=1.5", "threshold is 1.5; allowed: 0 to 1"),
         ("threshold=nan", "threshold is nan"),
         ("entropy_bound=-1", "bound is -1.0; allowed: 0 or more"),
         ("entropy_bound=inf", "bound is inf"),
         ("exact=0", "draft_passes is 0; allowed: an integer >= 1"),
-        ("exact=1.5", "'1.5'"),
+        ("exact=1.5", "exact[=draft passes, a whole number]"),
     ],
 )
 def test_a_policy_that_is_not_understood_says_what_is_wrong(text: str, named: str) -> None:
