@@ -126,7 +126,9 @@ def test_the_parent_converted_anew_gives_its_logits_bit_for_bit(
     convert(parent.folder, tmp_path / "clover")
     converted = load_model(tmp_path / "clover")
     ids = torch.tensor([parent.tokenizer.encode("Sort these numbers backwards: 71, 63, 36")])
-    assert torch.equal(converted(ids), parent.model(ids))
+    # The tied embedding's mask row is new: its column is a logit that sampling never looks at.
+    is_text = torch.arange(converted.config.vocab_size) != parent.tokenizer.mask_token_id
+    assert torch.equal(converted(ids)[..., is_text], parent.model(ids)[..., is_text])
 
 
 def test_the_models_answer_seen_tasks(clover: LoadedCheckpoint, parent: LoadedCheckpoint) -> None:
