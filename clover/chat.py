@@ -308,7 +308,11 @@ def _render_call(call: ToolCall) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Bounds repetition, and raises at forbidden attributes where jinja2 would print nothing."""
+    """Raises at forbidden attributes, where jinja2 would print nothing.
+
+    It keeps a template from Python and from the machine's files. It does not meter time or memory:
+    plain repetition is bounded, but loops inside loops and padding are not.
+    """
 
     intercepted_binops = frozenset({"*", "**"})
     max_product = 1_000_000

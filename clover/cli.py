@@ -511,6 +511,7 @@ def _answer_all(writers: Sequence[Writer], questions: Sequence[Question], *, as_
     out, notes = _consoles()
     is_live = out.is_terminal and not as_json
     panes: list[list[Pane]] = [[] for _ in writers]
+    num_cut = 0
     for number, question in enumerate(questions, start=1):
         if is_live and len(questions) > 1:
             title = f"\n{number}/{len(questions)} {question.messages[-1].content}"
@@ -519,6 +520,7 @@ def _answer_all(writers: Sequence[Writer], questions: Sequence[Question], *, as_
         write(replies, Screen(out) if is_live else None)
         for mine, reply in zip(panes, replies, strict=True):
             mine.append(reply.pane)
+        num_cut += sum(reply.is_cut for reply in replies)
         if as_json:
             values = describe(replies[0])
             values |= {"parent": describe(replies[1])} if len(replies) > 1 else {}
@@ -526,6 +528,7 @@ def _answer_all(writers: Sequence[Writer], questions: Sequence[Question], *, as_
         elif not is_live:
             typer.echo(replies[0].answer)
     closing = comparison(*panes) if len(writers) > 1 else totals(panes[0])
+    closing += f", {num_cut} cut off by a limit" if num_cut else ""
     (out if is_live else notes).print(
         closing, style="bold", markup=False, highlight=False, soft_wrap=True
     )

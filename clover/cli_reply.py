@@ -149,6 +149,11 @@ class Reply:
         )
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the reply ran into a limit before its end."""
+        return self.result is not None and self.result.finish_reason in ("length", "context")
+
+    @property
     def answer(self) -> str:
         """What a pipe gets: the content, then each tool call as a line of JSON; no thinking."""
         message = self.message

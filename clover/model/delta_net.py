@@ -155,8 +155,8 @@ class DeltaNet(nn.Module):
         """Returns the causal depthwise convolution of the clean rows [B, T, C], documents kept apart."""
         kernel, num_clean = self.shape.conv_kernel_size, streams.num_clean
         documents = streams.document_ids
-        weight = self.conv1d.weight[:, 0].to(left.dtype)  # under autocast, rows are bf16
-        output = torch.zeros((), dtype=left.dtype, device=left.device)
+        weight = self.conv1d.weight[:, 0].float()  # taps are summed in fp32, then rounded once
+        output = torch.zeros((), device=left.device)
         for tap in range(kernel):
             rows = left[:, tap : tap + num_clean]
             distance = kernel - 1 - tap
@@ -164,7 +164,7 @@ class DeltaNet(nn.Module):
                 before = F.pad(documents, (distance, 0), value=-1)[:, :num_clean]
                 rows = rows * (before == documents)[..., None]
             output = output + rows * weight[:, tap]
-        return output
+        return output.to(left.dtype)
 
     def _preview(
         self,
@@ -218,13 +218,12 @@ class DeltaNet(nn.Module):
     def _canvas_conv(self, canvas: Tensor, ring: Tensor) -> Tensor:
         """Returns the two-sided convolution: left taps over ring and block, right taps in the block."""
         block_size = canvas.shape[2]
-        weight = torch.cat([self.conv1d.weight[:, 0], self.conv_right_weight], dim=1)
-        weight = weight.to(canvas.dtype)
+        weight = torch.cat([self.conv1d.weight[:, 0], self.conv_right_weight], dim=1).float()
         padded = F.pad(torch.cat([ring, canvas], dim=2), (0, 0, 0, self.shape.conv_kernel_size - 1))
-        output = torch.zeros((), dtype=canvas.dtype, device=canvas.device)
+        output = torch.zeros((), device=canvas.device)
         for tap in range(weight.shape[1]):
             output = output + padded[:, :, tap : tap + block_size] * weight[:, tap]
-        return output
+        return output.to(canvas.dtype)
 
 
 def history_slot_attention(

@@ -221,13 +221,13 @@ def test_compare_runs_the_parent_at_one_token_a_pass(run: Run, folders: Folders)
     assert described["model"] == "clover"
     assert described["parent"]["model"] == "parent"
     assert described["parent"]["tpf"] == 1.0
-    assert done.err.rstrip().endswith("x the parent's speed")
+    assert done.err.rstrip().endswith("x the parent's speed, 2 cut off by a limit")
 
 
 def test_examples_are_checked(run: Run, folders: Folders) -> None:
     done = run("generate", "--examples", "2", "--json", "-m", folders.clover, *SHORT)
     assert [json.loads(line)["is_right"] for line in done.out.splitlines()] == [False, False]
-    assert done.err.rstrip().endswith("0 of 2 right")
+    assert done.err.rstrip().endswith("0 of 2 right, 2 cut off by a limit")
 
 
 def test_a_stop_string_ends_the_text_before_it(run: Run, folders: Folders) -> None:
