@@ -113,12 +113,16 @@ def clover_training(out: Path) -> TrainConfig:
 def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent | None:
     """Runs a stage inside `out`; goes on where it was cut. Conversion has no summary.
 
+    Without a parent of its own, conversion takes the one that ships in the package.
+
     Leaves `out/parent`, `out/converted` and `out/clover`, each a checkpoint folder in bf16.
     """
     if stage == "parent":
         return _train_parent(out, on_event)
     if stage == "convert":
-        convert(out / "parent", out / "converted", block_size=BLOCK_SIZE, overwrite=True)
+        own = out / "parent"
+        parent = own if own.is_dir() else resolve_checkpoint("clover-nano-parent")
+        convert(parent, out / "converted", block_size=BLOCK_SIZE, overwrite=True)
         return None
     return _adapt(out, on_event)
 
