@@ -42,6 +42,22 @@ def choose_block_size(block_sizes: Sequence[int], generator: torch.Generator) ->
     return block_sizes[int(torch.randint(len(block_sizes), (), generator=generator))]
 
 
+def draw_prefix_lengths(is_token: Tensor, probability: float, generator: torch.Generator) -> Tensor:
+    """Returns how many tokens at the left of each block stay visible, [B, N].
+
+    With the given probability anything from none to all but one, else none. A decoder resolves a
+    block more or less from the left, and masks strewn at random almost never look like that.
+
+    Args:
+        is_token: Which positions hold a token, from the block's left, bool [B, N, n].
+        probability: Share of the blocks that have a prefix.
+        generator: A CPU generator, the only source of randomness.
+    """
+    share, chance = torch.rand((2, *is_token.shape[:2]), generator=generator).to(is_token.device)
+    lengths = (share * is_token.sum(dim=-1)).long()
+    return lengths.where(chance < probability, 0)
+
+
 def noise_blocks(
     targets: Tensor,
     is_token: Tensor,
@@ -49,6 +65,7 @@ def noise_blocks(
     mask_token_id: int,
     min_level: float,
     generator: torch.Generator,
+    prefix_lengths: Tensor | None = None,
 ) -> NoisedBlocks:
     """Returns blocks masked at a level drawn uniformly from (min_level, 1], one level per block.
 
@@ -61,6 +78,8 @@ def noise_blocks(
         mask_token_id: The id of a mask.
         min_level: The lowest level, in [0, 1).
         generator: A CPU generator, the only source of randomness.
+        prefix_lengths: Positions at each block's left that stay visible, [B, N]; fewer than the
+            block's tokens. None: none.
     """
     if not 0.0 <= min_level < 1.0:
         raise ConfigError(f"min_level must be in [0, 1), found {min_level}")
@@ -68,9 +87,13 @@ def noise_blocks(
     # 1 - u lies in (0, 1]: a block may be all masks, never none on purpose
     level = 1.0 - torch.rand(targets.shape[:2], generator=generator)  # [B, N]
     level = (min_level + (1.0 - min_level) * level).to(targets.device)
+    can_mask = is_token
+    if prefix_lengths is not None:
+        positions = torch.arange(targets.shape[-1], device=targets.device)
+        can_mask = is_token & (positions >= prefix_lengths.unsqueeze(-1))
     # The least of the draws is masked in any case, so that no block is wasted
-    draws = uniform.masked_fill(~is_token, torch.inf)
+    draws = uniform.masked_fill(~can_mask, torch.inf)
     is_least = draws == draws.amin(dim=-1, keepdim=True)
-    masked = is_token & ((draws < level.unsqueeze(-1)) | is_least)
+    masked = can_mask & ((draws < level.unsqueeze(-1)) | is_least)
     canvas = targets.masked_fill(masked | ~is_token, mask_token_id)
     return NoisedBlocks(canvas=canvas, masked=masked, level=level)

@@ -86,6 +86,14 @@ class Blocks:
         """Returns which positions belong to a used slot, the end's repetitions included."""
         return (self.starts >= 0).unsqueeze(-1).expand_as(self.targets)
 
+    def repeat(self, count: int) -> Blocks:
+        """Returns `count` copies of every block, side by side in their rows."""
+        return Blocks(
+            starts=self.starts.repeat(1, count),
+            targets=self.targets.repeat(1, count, 1),
+            is_token=self.is_token.repeat(1, count, 1),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackerState:

@@ -18,7 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clover.diffusion.noise import choose_block_size, counter_generator, noise_blocks
+from clover.diffusion.noise import (
+    choose_block_size,
+    counter_generator,
+    draw_prefix_lengths,
+    noise_blocks,
+)
 from clover.diffusion.objective import (
     Losses,
     ObjectiveConfig,
@@ -43,7 +48,12 @@ _FREE_FIELDS = frozenset({"out", "log_every", "eval_every", "save_every"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """One training run, complete."""
+    """One training run, complete.
+
+    Two-stream only: `block_sizes`, one of them drawn each step; `block_skip_probability`, see
+    `draw_skips`; `canvases_per_block`, noised copies of each block, which share one clean stream;
+    `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked share.
+    """
 
     objective: Literal["ar", "two_stream"]
     steps: int
@@ -59,6 +69,8 @@ class TrainConfig:
     seed: int = 0
     block_sizes: tuple[int, ...] = (8, 16, 32)
     block_skip_probability: float = 0.0
+    canvases_per_block: int = 1
+    prefix_probability: float = 0.0
     min_noise_level: float = 0.0
     out: Path | None = None
     log_every: int = 10
@@ -68,12 +80,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Checks ranges."""
         least = {"steps": 1, "num_rows": 1, "row_length": 2, "warmup_steps": 0}
-        least |= {"log_every": 1, "eval_every": 1, "save_every": 1}
+        least |= {"log_every": 1, "eval_every": 1, "save_every": 1, "canvases_per_block": 1}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 found = getattr(self, name)
                 raise ConfigError(f"{name} must be at least {minimum}, found {found}")
-        for name in ("decay_fraction", "block_skip_probability"):
+        for name in ("decay_fraction", "block_skip_probability", "prefix_probability"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} must be in [0, 1], found {getattr(self, name)}")
         if not self.block_sizes or min(self.block_sizes) < 1:
@@ -346,13 +358,14 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
     )
     generator = counter_generator(config.seed, step, f"noise {parallel.rank()}")
     skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
-    blocks = cut_blocks(batch, block_size, skips=skips)
+    blocks = cut_blocks(batch, block_size, skips=skips).repeat(config.canvases_per_block)
     noised = noise_blocks(
         blocks.targets,
         blocks.is_used if config.losses.end_weight > 0 else blocks.is_token,
         mask_token_id=model.config.diffusion.mask_token_id,
         min_level=config.min_noise_level,
         generator=generator,
+        prefix_lengths=draw_prefix_lengths(blocks.is_token, config.prefix_probability, generator),
     )
     clean_logits, canvas_logits = model.two_stream(
         batch.input_ids, batch.document_ids, noised.canvas, blocks.starts

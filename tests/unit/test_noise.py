@@ -9,6 +9,7 @@ from clover.diffusion.noise import (
     NoisedBlocks,
     choose_block_size,
     counter_generator,
+    draw_prefix_lengths,
     noise_blocks,
 )
 from clover.errors import ConfigError
@@ -75,6 +76,41 @@ def test_min_level_bounds_the_level_from_below() -> None:
 def test_min_level_of_one_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"min_level must be in \[0, 1\), found 1.0"):
         _noise(torch.ones(1, 1, 1, dtype=torch.bool), min_level=1.0)
+
+
+def test_a_visible_prefix_is_never_masked_and_the_rest_as_ever() -> None:
+    is_token = torch.ones(40, 60, 16, dtype=torch.bool)
+    is_token[:, ::2, 5:] = False
+    lengths = draw_prefix_lengths(is_token, 1.0, counter_generator(0, 0, "prefix"))
+    assert set(lengths[:, ::2].unique().tolist()) == set(range(5))
+    assert set(lengths[:, 1::2].unique().tolist()) == set(range(16))
+    targets = torch.zeros(is_token.shape, dtype=torch.int64)
+    noised = noise_blocks(
+        targets,
+        is_token,
+        mask_token_id=MASK,
+        min_level=0.0,
+        generator=counter_generator(0, 0, "test"),
+        prefix_lengths=lengths,
+    )
+    behind = is_token & (torch.arange(16) >= lengths[..., None])
+    assert not noised.masked[~behind].any()
+    assert noised.masked.any(dim=-1).all()
+    share = (
+        noised.masked[behind].float().mean()
+        - noised.level[..., None].expand_as(behind)[behind].mean()
+    )
+    # The token that is masked in any case raises the share a little
+    assert -STATISTICAL_TOLERANCE < share < 0.1
+
+
+def test_prefixes_are_as_frequent_as_asked() -> None:
+    is_token = torch.ones(50, 80, 32, dtype=torch.bool)
+    for probability in (0.0, 0.5):
+        lengths = draw_prefix_lengths(is_token, probability, counter_generator(0, 0, "prefix"))
+        # A prefix is empty once in 32 times
+        expected = probability * 31 / 32
+        assert float((lengths > 0).float().mean()) == pytest.approx(expected, abs=0.03)
 
 
 def test_noise_depends_on_seed_step_and_purpose_alone() -> None:

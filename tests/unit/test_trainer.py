@@ -23,7 +23,7 @@ from clover.model.transformer import CloverForCausalLM
 from clover.train.data import Document
 from clover.train.evaluation import evaluate
 from clover.train.optimizer import Muon, OptimizerConfig, Optimizers, classify, newton_schulz
-from clover.train.packing import pack_rows
+from clover.train.packing import cut_blocks, pack_rows
 from clover.train.state import STATE_FILE, SavedState, load_state, save_state
 from clover.train.trainer import (
     SaveEvent,
@@ -428,6 +428,30 @@ def test_noise_of_a_step_does_not_depend_on_the_steps_before(tiny_config: Config
     assert torch.equal(first, batch_losses(model, batch, config, 4).total)
 
 
+def test_canvases_of_one_block_do_not_see_each_other(tiny_config: ConfigFactory) -> None:
+    model = _model(tiny_config()).eval()
+    batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
+    blocks = cut_blocks(batch, 4)
+    canvases = [torch.full_like(blocks.targets, 7), blocks.targets]
+    twice = blocks.repeat(2)
+    inputs = batch.input_ids, batch.document_ids
+    clean, both = model.two_stream(*inputs, torch.cat(canvases, dim=1), twice.starts)
+    for canvas, logits in zip(canvases, both.chunk(2, dim=1), strict=True):
+        clean_alone, alone = model.two_stream(*inputs, canvas, blocks.starts)
+        torch.testing.assert_close(clean, clean_alone)
+        torch.testing.assert_close(logits, alone)
+
+
+def test_each_canvas_of_a_block_is_noised_for_itself(tiny_config: ConfigFactory) -> None:
+    model = _model(tiny_config())
+    batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
+    losses = [
+        batch_losses(model, batch, _config("two_stream", canvases_per_block=k), 0).total.item()
+        for k in (1, 2, 3)
+    ]
+    assert len(set(losses)) == 3
+
+
 def test_skips_happen_as_often_as_asked_and_stay_below_a_block() -> None:
     generator = torch.Generator().manual_seed(0)
     assert draw_skips(50, 8, 0.0, generator) == [0] * 50
@@ -457,6 +481,8 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
     ("field", "value", "message"),
     [
         ("steps", 0, "steps must be at least 1, found 0"),
+        ("canvases_per_block", 0, "canvases_per_block must be at least 1, found 0"),
+        ("prefix_probability", -0.5, r"prefix_probability must be in \[0, 1\], found -0.5"),
         ("decay_fraction", 1.5, r"decay_fraction must be in \[0, 1\], found 1.5"),
         ("block_sizes", (), "block_sizes must be positive numbers"),
         ("max_grad_norm", 0.0, "max_grad_norm must be above 0"),
