@@ -70,14 +70,14 @@ def parent_training(out: Path) -> TrainConfig:
     """Returns the parent's run: next-token loss over whole chats, replies above prompts."""
     return TrainConfig(
         objective="ar",
-        steps=3250,
+        steps=4200,
         num_rows=16,
         row_length=256,
         optimizer=OptimizerConfig(name="muon", learning_rate=4e-3, weight_decay=0.05),
         losses=ObjectiveConfig(prompt_weight=0.1),
         warmup_steps=50,
         schedule="wsd",
-        decay_fraction=0.4,
+        decay_fraction=0.225,
         precision="fp32",
         out=out,
         log_every=20,
@@ -90,7 +90,7 @@ def clover_training(out: Path) -> TrainConfig:
     """Returns the adaptation: two streams, block sizes mixed so that b and c can be told apart."""
     return TrainConfig(
         objective="two_stream",
-        steps=700,
+        steps=2200,
         num_rows=16,
         row_length=256,
         optimizer=OptimizerConfig(
@@ -102,6 +102,9 @@ def clover_training(out: Path) -> TrainConfig:
         decay_fraction=0.5,
         block_sizes=(8, 16, 32, 32),
         block_skip_probability=0.25,
+        canvases_per_block=2,
+        prefix_probability=0.5,
+        min_noise_level=0.1,
         precision="fp32",
         out=out,
         log_every=20,
