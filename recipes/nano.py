@@ -34,7 +34,9 @@ VALIDATION_DOCUMENTS: Final = 256
 VALIDATION_SEED: Final = 1
 BLOCK_SIZE: Final = 32
 # Short replies have few tokens to learn from, so there are more of them
-FAMILY_WEIGHTS: Final = {"tool_call": 4.0, "arithmetic": 2.0, "lookup": 4.0, "sorting": 3.0}
+PARENT_WEIGHTS: Final = {"tool_call": 4.0, "arithmetic": 2.0, "lookup": 4.0, "sorting": 3.0}
+# A preview has sums to learn anew, everything else it mostly takes over
+CLOVER_WEIGHTS: Final = PARENT_WEIGHTS | {"arithmetic": 4.0}
 
 
 def parent_config(tokenizer: Tokenizer) -> ModelConfig:
@@ -136,31 +138,33 @@ def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryE
     model = CloverForCausalLM(parent_config(tokenizer))
     model.init_weights(torch.Generator().manual_seed(0))
     config = parent_training(out / "parent-run")
-    return _train(model, config, tokenizer, tokenizer_folder, out / "parent", on_event)
+    source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=PARENT_WEIGHTS)
+    return _train(model, config, source, tokenizer_folder, out / "parent", on_event)
 
 
 def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
     folder = out / "converted"
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     config = clover_training(out / "clover-run")
-    return _train(model, config, tokenizer, folder, out / "clover", on_event)
+    source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=CLOVER_WEIGHTS)
+    return _train(model, config, source, folder, out / "clover", on_event)
 
 
 def _train(
     model: CloverForCausalLM,
     config: TrainConfig,
-    tokenizer: Tokenizer,
+    source: TaskSource,
     files_from: Path,
     result: Path,
     on_event: Callable[[TrainEvent], None],
 ) -> SummaryEvent:
     """Trains on the task families and writes the finished model."""
-    encoder = DocumentEncoder(tokenizer)
+    encoder = DocumentEncoder(Tokenizer.load(files_from))
     assert config.out is not None
     summary = train(
         model,
         config,
-        TaskSource(encoder, seed=config.seed, weights=FAMILY_WEIGHTS),
+        source,
         on_event=on_event,
         validation={name: validation_set(encoder, name) for name in ("seen", "heldout")},
         resume=(config.out / STATE_FILE).is_file(),
