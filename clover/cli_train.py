@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from clover.chat import ChatTemplate
 from clover.checkpoint.load import load_model, read_full_config, resolve_checkpoint
@@ -96,7 +98,6 @@ def watch(notes: Console) -> Iterator[Callable[[TrainEvent], None]]:
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(),
         TextColumn("{task.description}"),
-        TimeRemainingColumn(),
     )
     with Progress(*columns, console=notes, transient=True) as bar:
         yield _Bar(bar, tell)
@@ -107,7 +108,8 @@ class _Bar:
 
     def __init__(self, bar: Progress, tell: Callable[[TrainEvent], None]) -> None:
         self._bar, self._tell = bar, tell
-        self._task: TaskID | None = None
+        self._task = TaskID(0)
+        self._first: tuple[int, float] | None = None  # step and time of the first event
 
     def __call__(self, event: TrainEvent) -> None:
         """Shows an event."""
@@ -115,8 +117,14 @@ class _Bar:
             self._tell(event)
             return
         status = f"loss {event.losses['total']:.4f}, {event.tokens_per_second:.0f} tokens/s"
-        if self._task is None:  # the steps of an earlier start must not count as speed
-            self._task = self._bar.add_task(status, total=event.num_steps, completed=event.step)
+        if self._first is None:  # the steps of an earlier start must not count as speed
+            self._first = event.step, time.monotonic()
+            self._task = self._bar.add_task(status, total=event.num_steps)
+        elif event.step > self._first[0]:
+            # Over the whole run: evaluations and saves belong to the time that is left, too
+            pace = (time.monotonic() - self._first[1]) / (event.step - self._first[0])
+            left = timedelta(seconds=round(pace * (event.num_steps - event.step)))
+            status += f", {left} left"
         self._bar.update(self._task, description=status, completed=event.step)
 
 
