@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from clover import __version__
 from clover.errors import CloverError, GenerationError, PromptError, RequestError, TrainingError
@@ -262,23 +263,61 @@ def inspect(
     path: Annotated[
         str, typer.Argument(help="A checkpoint folder, config.json, or a model's name.")
     ],
+    training: Annotated[
+        bool, typer.Option("--training", help="Also the memory of training it, on each GPU.")
+    ] = False,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that --training shares it among.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Says what a checkpoint is: architecture, parameters, bytes, cache."""
     from clover.checkpoint.inspect import inspect_checkpoint, render_report
     from clover.checkpoint.load import resolve_checkpoint
+    from clover.train.memory import render_memory, training_memory
 
     report = inspect_checkpoint(resolve_checkpoint(path))
     if as_json:
         # Every field and every property: the counts are properties.
         values = {name: getattr(report, name) for name in dir(report) if not name.startswith("_")}
         values["config"] = dataclasses.asdict(report.config)
+        if training:
+            memory = training_memory(report.config, gpus)
+            names = (name for name in dir(memory) if not name.startswith("_"))
+            values["training"] = {name: getattr(memory, name) for name in names}
         typer.echo(json.dumps(values, default=str, ensure_ascii=False))
     else:
-        typer.echo("\n".join(render_report(report)))
+        lines = render_report(report)
+        if training:
+            lines += render_memory(training_memory(report.config, gpus))
+        typer.echo("\n".join(lines))
 
 
-@app.command()
+class _TrainGroup(typer.core.TyperGroup):
+    """`train OUT` trains; `train plot RUN` draws what a training has reported."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Puts the name of the training command in front, unless another is named."""
+        is_named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if is_named else ["run", *args])
+
+
+train_app = typer.Typer(cls=_TrainGroup, add_completion=False, rich_markup_mode=None)
+app.add_typer(train_app, name="train", help="Trains a model, or draws the curves of a training.")
+
+
+@train_app.command("plot")
+def plot(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    image: Annotated[
+        Path | None, typer.Option(help="The image to write; default: curves.png in the folder.")
+    ] = None,
+) -> None:
+    """Draws the curves of a run: losses, evaluations, gradient norm, speed."""
+    from clover.train.plot import plot_run
+
+    typer.echo(plot_run(run, image))
+
+
+@train_app.command("run")
 def train(
     context: typer.Context,
     out: Annotated[Path, typer.Argument(help="Folder of the run; a run that is there goes on.")],
@@ -298,11 +337,19 @@ def train(
     row_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
     seed: Annotated[int, typer.Option(help="Order of the data, and noise.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between two saved states.")] = 500,
+    parallelism: Annotated[
+        str, typer.Option(help="Under torchrun: ddp (whole models) or fsdp (one, in slices).")
+    ] = "ddp",
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Less memory, a third more work.")
+    ] = False,
     device: DeviceOption = "auto",
 ) -> None:
     """Trains a model on chats, or runs a recipe, to which the other options do not apply.
 
-    Ctrl-C ends it after the current step, with the state saved.
+    Ctrl-C ends it after the current step, with the state saved. `clover train plot RUN` draws the
+    curves of a run.
     """
     from clover.cli_train import run_recipe, train_on_chats
 
@@ -318,6 +365,8 @@ def train(
             data,
             out,
             objective=objective,
+            parallelism=parallelism,
+            activation_checkpointing=activation_checkpointing,
             learning_rate=learning_rate,
             device=_choose_device(device),
             notes=notes,
@@ -325,6 +374,7 @@ def train(
             num_rows=rows,
             row_length=row_length,
             seed=seed,
+            save_every=save_every,
         )
 
 

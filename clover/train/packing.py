@@ -6,11 +6,13 @@ B: rows, T: tokens in a row, N: blocks in a row, n: tokens in a block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from clover.diffusion.noise import NoisedBlocks
 from clover.errors import TrainingError
 from clover.train.data import Document, DocumentSource
 
@@ -93,6 +95,9 @@ class Blocks:
             targets=self.targets.repeat(1, count, 1),
             is_token=self.is_token.repeat(1, count, 1),
         )
+
+
+_BlockTensors = TypeVar("_BlockTensors", Blocks, NoisedBlocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +227,25 @@ def pack_all(
         pack_rows(rows[i : i + num_rows], row_length=row_length, pad_token_id=pad_token_id)
         for i in range(0, len(rows), num_rows)
     ]
+
+
+def share_blocks(
+    blocks: Blocks, noised: NoisedBlocks, rank: int, world_size: int
+) -> tuple[Blocks, NoisedBlocks]:
+    """Returns the blocks of the rows that `Batch.share` gives one process, unused slots left out."""
+    starts = blocks.starts[rank::world_size]
+    is_used = (starts >= 0).any(dim=0)
+    is_used[0] = True  # rows without a single block still go through the model
+    return (
+        _take(blocks, slice(rank, None, world_size), is_used),
+        _take(noised, slice(rank, None, world_size), is_used),
+    )
+
+
+def _take(part: _BlockTensors, rows: slice, slots: Tensor) -> _BlockTensors:
+    """Returns some rows and slots of a dataclass of tensors [B, N, ...]."""
+    tensors = {item.name: getattr(part, item.name)[rows][:, slots] for item in fields(part)}
+    return replace(part, **tensors)
 
 
 def cut_blocks(batch: Batch, block_size: int, *, skips: Sequence[int] | None = None) -> Blocks:
