@@ -17,6 +17,7 @@ from clover.checkpoint.convert import convert
 from clover.checkpoint.load import load_model, resolve_checkpoint
 from clover.config import AttentionConfig, DeltaNetConfig, ModelConfig, MoeConfig
 from clover.diffusion.objective import ObjectiveConfig
+from clover.errors import TrainingInputError
 from clover.model.transformer import CloverForCausalLM
 from clover.tokenizer import Tokenizer
 from clover.train import parallel
@@ -139,6 +140,10 @@ def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryE
 
 def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
     folder = out / "converted"
+    if not folder.is_dir():
+        raise TrainingInputError(
+            f"found no {folder}: run the stage `convert` with the same OUT first"
+        )
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     config = clover_training(out / "clover-run")
     return _train(model, config, tokenizer, folder, out / "clover", on_event)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clover.chat import ChatTemplate, Message, render_reply
-from clover.errors import CloverError, TrainingError
+from clover.errors import CloverError, TrainingInputError
 from clover.tasks import DEFAULT_WEIGHTS, FAMILIES, Task, make_task
 from clover.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class Document:
     def __post_init__(self) -> None:
         """Checks that both parts exist: a reply's first token is predicted from its prompt."""
         if not self.prompt_ids or not self.response_ids:
-            raise TrainingError(
+            raise TrainingInputError(
                 f"a document needs a prompt and a response, found {len(self.prompt_ids)} and "
                 f"{len(self.response_ids)} tokens"
             )
@@ -135,7 +135,7 @@ class ChatFileSource:
         """Reads the whole file once, to find its chats and check their form.
 
         Raises:
-            TrainingError: A line is not such a chat; the message names it.
+            TrainingInputError: A line is not such a chat; the message names it.
         """
         self._path, self._encoder, self._seed = path, encoder, seed
         self._bytes = map_file(path)
@@ -148,7 +148,7 @@ class ChatFileSource:
             self._add_line(len(self._line_starts) - 1)
             start = end
         if not self._lines:
-            raise TrainingError(f"{path} holds no chat: expected one JSON object a line")
+            raise TrainingInputError(f"{path} holds no chat: expected one JSON object a line")
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ class ChatFileSource:
         """Returns the document of an index.
 
         Raises:
-            TrainingError: The chat cannot be rendered; the message names its line.
+            TrainingInputError: The chat cannot be rendered; the message names its line.
         """
         epoch, place = divmod(index, len(self))
         number = self._order(epoch)[place]
@@ -173,7 +173,7 @@ class ChatFileSource:
                 enable_thinking=chat.enable_thinking,
             )
         except CloverError as error:
-            raise TrainingError(f"{self._where(line)}: {error}") from error
+            raise TrainingInputError(f"{self._where(line)}: {error}") from error
 
     def _add_line(self, line: int) -> None:
         text = self._line(line)
@@ -182,9 +182,9 @@ class ChatFileSource:
         chat = _parse_chat(text, self._where(line))
         turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
         if not turns:
-            raise TrainingError(f"{self._where(line)}: no assistant turn to learn from")
+            raise TrainingInputError(f"{self._where(line)}: no assistant turn to learn from")
         if turns[0] == 0:
-            raise TrainingError(
+            raise TrainingInputError(
                 f"{self._where(line)}: expected at least one message before the assistant's first"
             )
         self._lines.extend([line] * len(turns))
@@ -208,14 +208,18 @@ def check_weights(weights: Mapping[str, float] | None) -> tuple[list[str], list[
     """Returns families and their weights, by default those of `clover.tasks`.
 
     Raises:
-        TrainingError: An unknown family, a negative weight, or no positive one.
+        TrainingInputError: An unknown family, a negative weight, or no positive one.
     """
     weights = weights if weights is not None else DEFAULT_WEIGHTS
     unknown = sorted(set(weights) - set(FAMILIES))
     if unknown:
-        raise TrainingError(f"unknown task families {unknown}: expected some of {list(FAMILIES)}")
+        raise TrainingInputError(
+            f"unknown task families {unknown}: expected some of {list(FAMILIES)}"
+        )
     if any(weight < 0 for weight in weights.values()) or not any(weights.values()):
-        raise TrainingError(f"family weights must be >= 0 and not all 0, found {dict(weights)}")
+        raise TrainingInputError(
+            f"family weights must be >= 0 and not all 0, found {dict(weights)}"
+        )
     # Sorted, so that equal weights in another order draw the same families
     families = sorted(weights)
     return families, [weights[family] for family in families]
@@ -225,7 +229,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
     """Returns a file's bytes, read from disk where they are looked at.
 
     Raises:
-        TrainingError: The file cannot be read.
+        TrainingInputError: The file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -233,7 +237,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
                 return b""
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise TrainingError(f"cannot read training data {path}: {error}") from error
+        raise TrainingInputError(f"cannot read training data {path}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,30 +252,30 @@ def _parse_chat(line: bytes, where: str) -> _Chat:
     try:
         chat = json.loads(line)
     except ValueError as error:  # not JSON, or not UTF-8
-        raise TrainingError(f"{where}: not JSON: {error}") from error
+        raise TrainingInputError(f"{where}: not JSON: {error}") from error
     messages, tools, enable_thinking = _check_chat(chat, where)
     try:
         parsed = [Message.from_dict(message) for message in messages]
     except CloverError as error:
-        raise TrainingError(f"{where}: {error}") from error
+        raise TrainingInputError(f"{where}: {error}") from error
     return _Chat(messages=parsed, tools=tools, enable_thinking=enable_thinking)
 
 
 def _check_chat(chat: Any, where: str) -> tuple[list[Any], list[Any], bool]:
     """Returns messages, tools and whether to think."""
     if not isinstance(chat, dict):
-        raise TrainingError(f"{where}: expected an object, found {type(chat).__name__}")
+        raise TrainingInputError(f"{where}: expected an object, found {type(chat).__name__}")
     unknown = sorted(set(chat) - {"messages", "tools", "enable_thinking"})
     if unknown:
-        raise TrainingError(
+        raise TrainingInputError(
             f"{where}: unknown keys {unknown}: expected messages, tools, enable_thinking"
         )
     messages, tools = chat.get("messages"), chat.get("tools") or []
     if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise TrainingError(f"{where}: expected a list of objects at 'messages'")
+        raise TrainingInputError(f"{where}: expected a list of objects at 'messages'")
     if not isinstance(tools, list) or not all(isinstance(item, dict) for item in tools):
-        raise TrainingError(f"{where}: expected a list of objects at 'tools'")
+        raise TrainingInputError(f"{where}: expected a list of objects at 'tools'")
     enable_thinking = chat.get("enable_thinking", True)
     if not isinstance(enable_thinking, bool):
-        raise TrainingError(f"{where}: expected true or false at 'enable_thinking'")
+        raise TrainingInputError(f"{where}: expected true or false at 'enable_thinking'")
     return messages, tools, enable_thinking

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clover.diffusion.noise import NoisedBlocks
-from clover.errors import TrainingError
+from clover.errors import TrainingInputError
 from clover.train.data import Document, DocumentSource
 
 # Documents that may wait for a later batch because no row had room left: enough to fill the rows
@@ -120,7 +120,7 @@ def pack_rows(rows: Sequence[Sequence[Document]], *, row_length: int, pad_token_
         for number, document in enumerate(documents):
             end = start + len(document)
             if end > row_length:
-                raise TrainingError(f"row {row} needs {end} tokens, it has {row_length}")
+                raise TrainingInputError(f"row {row} needs {end} tokens, it has {row_length}")
             response_start = start + len(document.prompt_ids)
             tokens = torch.tensor(document.prompt_ids + document.response_ids)
             input_ids[row, start:end] = tokens
@@ -195,7 +195,7 @@ class Packer:
 
     def _check_skipped(self, in_a_row: int, document: Document) -> None:
         if in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
+            raise TrainingInputError(
                 f"{in_a_row} documents in one batch are longer than row_length "
                 f"{self._row_length} (the last has {len(document)} tokens): make rows longer"
             )
@@ -207,13 +207,13 @@ def pack_all(
     """Returns batches that hold every document, in order (first rows that have room).
 
     Raises:
-        TrainingError: A document is longer than a row.
+        TrainingInputError: A document is longer than a row.
     """
     rows: list[list[Document]] = []
     free: list[int] = []
     for document in documents:
         if len(document) > row_length:
-            raise TrainingError(
+            raise TrainingInputError(
                 f"a document of {len(document)} tokens does not fit into a row of {row_length}"
             )
         row = best_fit(free, len(document))

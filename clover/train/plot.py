@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clover.errors import TrainingError
+from clover.errors import TrainingError, TrainingInputError
 from clover.train.run_files import METRICS_FILE, read_metrics
 
 PLOT_FILE = "curves.png"
@@ -23,7 +23,7 @@ def plot_run(folder: Path, path: Path | None = None) -> Path:
         path: The image, in any format that matplotlib writes; by default curves.png in the folder.
 
     Raises:
-        TrainingError: There is no matplotlib, or the run has reported no step.
+        TrainingError: There is no matplotlib, or (TrainingInputError) the run has reported no step.
     """
     curves = read_curves(folder)
     try:
@@ -51,13 +51,15 @@ def read_curves(folder: Path) -> dict[str, _Curves]:
     """Returns what is drawn: title -> name of the curve -> steps and values.
 
     Raises:
-        TrainingError: The run has reported no step.
+        TrainingInputError: The run has reported no step.
     """
     rows = read_metrics(folder)
     steps = [row for row in rows if row["event"] == "step"]
     evaluations = [row for row in rows if row["event"] == "eval"]
     if not steps:
-        raise TrainingError(f"{folder}: expected a run with steps in {METRICS_FILE}, found none")
+        raise TrainingInputError(
+            f"{folder}: expected a run with steps in {METRICS_FILE}, found none"
+        )
     losses = _curves(steps, lambda row: row["losses"])
     losses |= _curves(evaluations, lambda row: {f"{row['name']} (eval)": row["result"]["loss"]})
     return {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import clover
-from clover.errors import TrainingError
+from clover.errors import TrainingInputError
 from clover.train import parallel
 from clover.train.events import EvalEvent, SaveEvent, StepEvent, SummaryEvent, TrainEvent
 
@@ -57,7 +57,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Returns the events of a run, none if it has no file. A line cut by a kill is left out.
 
     Raises:
-        TrainingError: A line that is not the last is damaged.
+        TrainingInputError: A line that is not the last is damaged.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -66,7 +66,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in text.splitlines()]
     except ValueError as error:
-        raise TrainingError(f"{path} is damaged ({error}): move it away to go on") from error
+        raise TrainingInputError(f"{path} is damaged ({error}): move it away to go on") from error
 
 
 def write_run_file(

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from clover.errors import TrainingError
+from clover.errors import TrainingError, TrainingInputError
 from clover.train import parallel
 
 STATE_FILE = "training_state.safetensors"
@@ -70,7 +70,7 @@ def load_state(folder: Path) -> SavedState:
     """
     path = folder / STATE_FILE
     if not path.is_file():
-        raise TrainingError(f"nothing to resume: no {STATE_FILE} in {folder}")
+        raise TrainingInputError(f"nothing to resume: no {STATE_FILE} in {folder}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

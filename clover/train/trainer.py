@@ -33,7 +33,7 @@ from clover.diffusion.objective import (
     ar_weights,
     two_stream_loss,
 )
-from clover.errors import ConfigError, TrainingError
+from clover.errors import ConfigError, TrainingError, TrainingInputError
 from clover.model.transformer import CloverForCausalLM
 from clover.train import parallel
 from clover.train.data import Document, DocumentSource
@@ -251,7 +251,7 @@ class _Run:
     def load(self) -> None:
         """Takes over model, optimizers and counters from `config.out`."""
         if self.config.out is None:
-            raise TrainingError("cannot resume a run that has no out folder")
+            raise TrainingInputError("cannot resume a run that has no out folder")
         if parallel.is_sharded(self.model):
             parameters = dict(self.model.named_parameters())
             state = load_sharded_state(self.config.out, parameters)
@@ -434,14 +434,16 @@ def config_to_json(config: TrainConfig) -> dict[str, Any]:
 def _check_model(model: CloverForCausalLM, config: TrainConfig) -> None:
     limit = model.config.max_position_embeddings
     if config.row_length > limit:
-        raise TrainingError(f"row_length {config.row_length} is above the model's {limit}")
+        raise TrainingInputError(f"row_length {config.row_length} is above the model's {limit}")
     if config.objective == "ar":
         return
     diffusion = model.config.diffusion
     if diffusion is None:
-        raise TrainingError("the two_stream objective needs a Clover model: convert the parent")
+        raise TrainingInputError(
+            "the two_stream objective needs a Clover model: convert the parent"
+        )
     if diffusion.shift_logits != config.losses.shift_logits:
-        raise TrainingError(
+        raise TrainingInputError(
             f"losses.shift_logits is {config.losses.shift_logits}, the model's config says "
             f"{diffusion.shift_logits}: they must agree"
         )
@@ -455,7 +457,9 @@ def _load_parameters(model: CloverForCausalLM, saved: Mapping[str, Tensor]) -> N
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if shapes != saved_shapes:
         differing = sorted(dict(shapes.items() ^ saved_shapes.items()))
-        raise TrainingError(f"the saved state is of another model: it differs in {differing[:3]}")
+        raise TrainingInputError(
+            f"the saved state is of another model: it differs in {differing[:3]}"
+        )
     for name, tensor in saved.items():
         parameters[name].copy_(tensor)
 
@@ -467,7 +471,10 @@ def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Non
         if saved.get(name) != current.get(name)
     ]
     if changed:
-        raise TrainingError(f"the saved state is of another run: {'; '.join(changed)}")
+        raise TrainingInputError(
+            f"the saved state is of another run: {'; '.join(changed)}; give the same options, or "
+            "another folder"
+        )
 
 
 class _Meter:

@@ -408,10 +408,25 @@ def test_training_stops_where_it_is_told_and_its_model_generates(
     plotted = run("train", "plot", str(out))
     assert (plotted.code, plotted.out.strip()) == (0, str(out / "curves.png"))
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert run("train", "plot", str(out / "model")).code == 1
+    assert run("train", "plot", str(out / "model")).code == 2
     other = run(*train, "--seed", "1")
-    assert other.code == 1
-    assert "seed was 0, is 1" in other.err
+    assert other.code == 2
+    assert "seed was 0, is 1; give the same options, or another folder" in other.err
+
+
+def test_training_without_its_input_says_what_is_missing(run: Run, tmp_path: Path) -> None:
+    absent = run("train", str(tmp_path), "--data", str(tmp_path / "absent.jsonl"))
+    assert absent.code == 2
+    assert "cannot read training data" in absent.err
+    too_early = run("train", str(tmp_path), "--recipe", "nano.adapt")
+    assert too_early.code == 2
+    assert "run the stage `convert` with the same OUT first" in too_early.err
+
+
+def test_an_answer_that_is_all_thinking_is_said_to_be_one(run: Run, folders: Folders) -> None:
+    done = run("generate", "hello", "-m", folders.clover, *SHORT)
+    assert done.out == "\n"
+    assert "no answer besides thinking" in done.err
 
 
 def test_a_terminal_sees_masks_fill_in(folders: Folders) -> None:
