@@ -14,16 +14,18 @@ from typing import Final, Literal, get_args
 import torch
 
 from clover.checkpoint.convert import convert
-from clover.checkpoint.load import load_model, resolve_checkpoint, save_model
+from clover.checkpoint.load import load_model, resolve_checkpoint
 from clover.config import AttentionConfig, DeltaNetConfig, ModelConfig, MoeConfig
 from clover.diffusion.objective import ObjectiveConfig
+from clover.errors import TrainingInputError
 from clover.model.transformer import CloverForCausalLM
 from clover.tokenizer import Tokenizer
 from clover.train import parallel
 from clover.train.data import Document, DocumentEncoder, TaskSource
+from clover.train.events import SummaryEvent, TrainEvent
 from clover.train.optimizer import OptimizerConfig
-from clover.train.state import STATE_FILE
-from clover.train.trainer import SummaryEvent, TrainConfig, TrainEvent, train
+from clover.train.state import has_state
+from clover.train.trainer import TrainConfig, train
 
 Stage = Literal["parent", "convert", "adapt"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
@@ -144,6 +146,10 @@ def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryE
 
 def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
     folder = out / "converted"
+    if not folder.is_dir():
+        raise TrainingInputError(
+            f"found no {folder}: run the stage `convert` with the same OUT first"
+        )
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     config = clover_training(out / "clover-run")
     source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=CLOVER_WEIGHTS)
@@ -167,10 +173,12 @@ def _train(
         source,
         on_event=on_event,
         validation={name: validation_set(encoder, name) for name in ("seen", "heldout")},
-        resume=(config.out / STATE_FILE).is_file(),
+        resume=has_state(config.out),
     )
-    if summary.is_finished and parallel.rank() == 0:
-        save_model(model, result, dtype=torch.bfloat16, files_from=files_from, overwrite=True)
+    if summary.is_finished:
+        parallel.save_whole(
+            model, result, dtype=torch.bfloat16, files_from=files_from, overwrite=True
+        )
     return summary
 
 
@@ -186,11 +194,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--out", type=Path, default=Path("runs/nano"))
     options = parser.parse_args(arguments)
-    parallel.join_process_group()
-    try:
+    with parallel.process_group():
         run(options.stage, options.out, lambda event: print(event, flush=True))
-    finally:
-        parallel.leave_process_group()
     return 0
 
 

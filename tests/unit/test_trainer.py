@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +19,12 @@ from clover.errors import ConfigError, TrainingError
 from clover.model.transformer import CloverForCausalLM
 from clover.train.data import Document
 from clover.train.evaluation import evaluate
+from clover.train.events import SaveEvent, StepEvent, SummaryEvent, TrainEvent
 from clover.train.optimizer import Muon, OptimizerConfig, Optimizers, classify, newton_schulz
 from clover.train.packing import cut_blocks, pack_rows
 from clover.train.state import STATE_FILE, SavedState, load_state, save_state
 from clover.train.trainer import (
-    SaveEvent,
-    StepEvent,
-    SummaryEvent,
     TrainConfig,
-    TrainEvent,
     batch_losses,
     draw_skips,
     learning_rate_factor,
@@ -491,49 +485,3 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
 def test_a_config_outside_its_range_is_refused(field: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _config(**{field: value})
-
-
-PARALLEL_SCRIPT = """
-import torch
-from clover.train import parallel
-parallel.join_process_group()
-rank = parallel.rank()
-assert parallel.world_size() == 2
-used, unused = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, 2))
-used.grad = torch.full((3,), float(rank))
-if rank == 0:
-    unused.grad = torch.ones(2, 2)
-stop = parallel.average_gradients([used, unused], wants_stop=rank == 1)
-assert stop, "one process's wish must reach the other"
-assert torch.equal(used.grad, torch.full((3,), 0.5)), used.grad
-assert torch.equal(unused.grad, torch.full((2, 2), 0.5)), unused.grad
-assert not parallel.average_gradients([used, unused], wants_stop=False)
-parallel.leave_process_group()
-assert parallel.world_size() == 1
-"""
-
-
-def test_processes_average_their_gradients_and_stop_together() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # What torchrun sets, without its own process
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_RUN_ID": "test",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PARALLEL_SCRIPT],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
