@@ -94,7 +94,7 @@ def clover_training(out: Path) -> TrainConfig:
     """Returns the adaptation: two streams, block sizes mixed so that b and c can be told apart."""
     return TrainConfig(
         objective="two_stream",
-        steps=2200,
+        steps=2600,
         num_rows=16,
         row_length=256,
         optimizer=OptimizerConfig(
@@ -107,7 +107,7 @@ def clover_training(out: Path) -> TrainConfig:
         block_sizes=(8, 16, 32, 32),
         block_skip_probability=0.25,
         canvases_per_block=2,
-        prefix_probability=0.5,
+        prefix_probability=0.6,
         min_noise_level=0.1,
         precision="fp32",
         out=out,
