@@ -13,15 +13,26 @@ a family, write a module with `draw(rng, held_out) -> Draft` and name it in `reg
 
 from __future__ import annotations
 
-from clover.tasks.registry import DEFAULT_WEIGHTS, FAMILIES, make_task, sample_tasks
-from clover.tasks.task import SPLITS, Task, check_reply
+from clover.tasks.registry import (
+    ALL_FAMILIES,
+    ALL_WEIGHTS,
+    DEFAULT_WEIGHTS,
+    FAMILIES,
+    make_task,
+    sample_tasks,
+)
+from clover.tasks.task import SPLITS, Check, Task, check_reply, matches_reference
 
 __all__ = [
+    "ALL_FAMILIES",
+    "ALL_WEIGHTS",
     "DEFAULT_WEIGHTS",
     "FAMILIES",
     "SPLITS",
+    "Check",
     "Task",
     "check_reply",
     "make_task",
+    "matches_reference",
     "sample_tasks",
 ]
