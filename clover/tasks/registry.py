@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from clover.chat import Message
 from clover.errors import TaskError
-from clover.tasks import arithmetic, lookup, sorting, tool_call, tool_use
+from clover.tasks import (
+    arithmetic,
+    expression,
+    extraction,
+    lookup,
+    python_function,
+    sorting,
+    terminal,
+    tool_call,
+    tool_use,
+    word_problem,
+)
 from clover.tasks.task import SPLITS, Draft, Task, belongs_to_seen
 
 _DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
@@ -17,8 +28,13 @@ _DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
     "lookup": lookup.draw,
     "sorting": sorting.draw,
     "tool_use": tool_use.draw,
+    "expression": expression.draw,
+    "word_problem": word_problem.draw,
+    "extraction": extraction.draw,
+    "python_function": python_function.draw,
+    "terminal": terminal.draw,
 }
-_THINKING = frozenset({"arithmetic"})
+_THINKING = frozenset({"arithmetic", "expression", "word_problem"})
 
 ALL_FAMILIES = tuple(_DRAW)
 # What clover-nano has learned; ALL_WEIGHTS is for the next model.
@@ -32,6 +48,11 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
 ALL_WEIGHTS: Mapping[str, float] = {
     **DEFAULT_WEIGHTS,
     "tool_use": 8.0,
+    "expression": 2.0,
+    "word_problem": 3.0,
+    "extraction": 3.0,
+    "python_function": 3.0,
+    "terminal": 3.0,
 }
 
 
