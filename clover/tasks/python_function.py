@@ -27,7 +27,7 @@ _LETTERS = "aeiorstln"
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class FunctionTests:
     """Calls of the function and what they have to return, types included. A fence is allowed."""
 
     name: str
@@ -145,7 +145,7 @@ Write a Python function {call} that returns {what}.
 [Define|Write] {call} in Python. It returns {what}.
 Python function {call}: {what}
 [I need|Give me] a function {call} in Python [for|that gives] {what}.
-[Code|Program] {call} so that it returns {what}.
+[Code|Compose] {call} so that it returns {what}.
 The Python function {call} should return {what}.
 {call} returns {what}. Write it in Python.
 In Python, [write|define] {call}, which gives {what}.
@@ -189,7 +189,7 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
         key=code.split("(", 1)[1],
         request=say(rng, _ASK.draw(rng, held_out), call=f"{name}({things})", what=what),
         reply=Message("assistant", content=code),
-        check=Tests(name, [[each] for each in inputs], expected),
+        check=FunctionTests(name, [[each] for each in inputs], expected),
     )
 
 
