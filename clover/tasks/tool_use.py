@@ -37,6 +37,7 @@ from clover.tasks.tools import (
 NO_TOOL = "None of my tools can do that."
 _CHATTER_SHARE = 0.25
 _MAX_PARAMETERS = 8  # of all tools together, so that a prompt stays near 200 tokens
+_MAX_CHARACTERS = 1300  # of tools, turns and request: under 400 tokens with nano's tokenizer
 _NOT_FOUND = {"error": "not found"}
 _CALLS = 0.85  # share of one-call items that end at the call; the others end at its report
 _SAME_TOOL = 0.5
@@ -103,8 +104,12 @@ The {other}{which} gets {a_noun}{args}
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
     """Returns one turn of a conversation. Held out are domains with their schemas, and wordings."""
-    (make,) = rng.choices(_KINDS, _KIND_WEIGHTS)
-    return make(rng, held_out)
+    while True:
+        (make,) = rng.choices(_KINDS, _KIND_WEIGHTS)
+        draft = make(rng, held_out)
+        turns = [turn.to_dict() for turn in draft.turns]
+        if len(json.dumps([draft.tools, turns])) + len(draft.request) <= _MAX_CHARACTERS:
+            return draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

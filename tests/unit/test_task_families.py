@@ -31,6 +31,7 @@ from clover.tasks import (
     sample_tasks,
 )
 from clover.tasks import domains as domains_module
+from clover.tasks.__main__ import page
 from clover.tasks.columns import work_out_step
 from clover.tasks.domains import DOMAINS, Domain
 from clover.tasks.parted import Parted
@@ -140,6 +141,11 @@ def test_prompts_fit_into_a_row_of_training(family: str, split: str) -> None:
     assert max(lengths) <= MAX_PROMPT_TOKENS
     short = sum(length < TYPICAL_PROMPT_TOKENS for length in lengths)
     assert short > MIN_SHARE_OF_TYPICAL * MANY
+
+
+def test_the_page_about_tasks_is_what_its_command_writes() -> None:
+    path = Path(__file__).parents[2] / "docs" / "tasks.md"
+    assert path.read_text(encoding="utf-8") == page()
 
 
 # What is held out.
