@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -49,7 +50,7 @@ def page() -> str:
 
 def _describe(family: str) -> Iterator[str]:
     yield f"## {family}\n"
-    yield f"{import_module(f'clover.tasks.{family}').__doc__}"
+    yield f"{inspect.getdoc(import_module(f'clover.tasks.{family}'))}\n"
     task = make_task(family, _SEED, "train")
     prompt = ChatTemplate().render(
         task.messages, tools=task.tools, enable_thinking=task.enable_thinking
