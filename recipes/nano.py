@@ -36,7 +36,9 @@ VALIDATION_DOCUMENTS: Final = 256
 VALIDATION_SEED: Final = 1
 BLOCK_SIZE: Final = 32
 # Short replies have few tokens to learn from, so there are more of them
-FAMILY_WEIGHTS: Final = {"tool_call": 4.0, "arithmetic": 2.0, "lookup": 4.0, "sorting": 3.0}
+PARENT_WEIGHTS: Final = {"tool_call": 4.0, "arithmetic": 2.0, "lookup": 4.0, "sorting": 3.0}
+# A preview has sums to learn anew, everything else it mostly takes over
+CLOVER_WEIGHTS: Final = PARENT_WEIGHTS | {"arithmetic": 4.0}
 
 
 def parent_config(tokenizer: Tokenizer) -> ModelConfig:
@@ -72,14 +74,14 @@ def parent_training(out: Path) -> TrainConfig:
     """Returns the parent's run: next-token loss over whole chats, replies above prompts."""
     return TrainConfig(
         objective="ar",
-        steps=3250,
+        steps=4200,
         num_rows=16,
         row_length=256,
         optimizer=OptimizerConfig(name="muon", learning_rate=4e-3, weight_decay=0.05),
         losses=ObjectiveConfig(prompt_weight=0.1),
         warmup_steps=50,
         schedule="wsd",
-        decay_fraction=0.4,
+        decay_fraction=0.225,
         precision="fp32",
         out=out,
         log_every=20,
@@ -92,7 +94,7 @@ def clover_training(out: Path) -> TrainConfig:
     """Returns the adaptation: two streams, block sizes mixed so that b and c can be told apart."""
     return TrainConfig(
         objective="two_stream",
-        steps=700,
+        steps=2600,
         num_rows=16,
         row_length=256,
         optimizer=OptimizerConfig(
@@ -104,6 +106,9 @@ def clover_training(out: Path) -> TrainConfig:
         decay_fraction=0.5,
         block_sizes=(8, 16, 32, 32),
         block_skip_probability=0.25,
+        canvases_per_block=2,
+        prefix_probability=0.6,
+        min_noise_level=0.1,
         precision="fp32",
         out=out,
         log_every=20,
@@ -135,7 +140,8 @@ def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryE
     model = CloverForCausalLM(parent_config(tokenizer))
     model.init_weights(torch.Generator().manual_seed(0))
     config = parent_training(out / "parent-run")
-    return _train(model, config, tokenizer, tokenizer_folder, out / "parent", on_event)
+    source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=PARENT_WEIGHTS)
+    return _train(model, config, source, tokenizer_folder, out / "parent", on_event)
 
 
 def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
@@ -146,24 +152,25 @@ def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
         )
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     config = clover_training(out / "clover-run")
-    return _train(model, config, tokenizer, folder, out / "clover", on_event)
+    source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=CLOVER_WEIGHTS)
+    return _train(model, config, source, folder, out / "clover", on_event)
 
 
 def _train(
     model: CloverForCausalLM,
     config: TrainConfig,
-    tokenizer: Tokenizer,
+    source: TaskSource,
     files_from: Path,
     result: Path,
     on_event: Callable[[TrainEvent], None],
 ) -> SummaryEvent:
     """Trains on the task families and writes the finished model."""
-    encoder = DocumentEncoder(tokenizer)
+    encoder = DocumentEncoder(Tokenizer.load(files_from))
     assert config.out is not None
     summary = train(
         model,
         config,
-        TaskSource(encoder, seed=config.seed, weights=FAMILY_WEIGHTS),
+        source,
         on_event=on_event,
         validation={name: validation_set(encoder, name) for name in ("seen", "heldout")},
         resume=has_state(config.out),

@@ -46,7 +46,8 @@ def draw_prefix_lengths(is_token: Tensor, probability: float, generator: torch.G
     """Returns how many tokens at the left of each block stay visible, [B, N].
 
     With the given probability anything from none to all but one, else none. A decoder resolves a
-    block more or less from the left, and masks strewn at random almost never look like that.
+    block more or less from the left. Masks strewn at random almost never look like that, and what
+    still stands to their right often gives away what would have to be computed.
 
     Args:
         is_token: Which positions hold a token, from the block's left, bool [B, N, n].
@@ -79,7 +80,7 @@ def noise_blocks(
         min_level: The lowest level, in [0, 1).
         generator: A CPU generator, the only source of randomness.
         prefix_lengths: Positions at each block's left that stay visible, [B, N]; fewer than the
-            block's tokens. None: none.
+            block's tokens. Everything right of them is masked. None: none.
     """
     if not 0.0 <= min_level < 1.0:
         raise ConfigError(f"min_level must be in [0, 1), found {min_level}")
@@ -89,6 +90,7 @@ def noise_blocks(
     level = (min_level + (1.0 - min_level) * level).to(targets.device)
     can_mask = is_token
     if prefix_lengths is not None:
+        level = level.where(prefix_lengths.to(level.device) == 0, 1.0)
         positions = torch.arange(targets.shape[-1], device=targets.device)
         can_mask = is_token & (positions >= prefix_lengths.unsqueeze(-1))
     # The least of the draws is masked in any case, so that no block is wasted

@@ -52,7 +52,7 @@ MIN_SHARE_OF_TYPICAL = 0.75
 PINNED = {
     "tool_call": "a9f58efdefebdb8b",
     "arithmetic": "682cea64da9e9ee9",
-    "lookup": "e8d62440739da7e2",
+    "lookup": "bc0d746b64fe8dd6",
     "sorting": "1e20e99cfc0ffa6b",
 }
 
