@@ -54,8 +54,8 @@ def draw_prefix_lengths(is_token: Tensor, probability: float, generator: torch.G
         generator: A CPU generator, the only source of randomness.
     """
     share, chance = torch.rand((2, *is_token.shape[:2]), generator=generator).to(is_token.device)
-    lengths = (share * is_token.sum(dim=-1)).long()
-    return lengths.where(chance < probability, 0)
+    lengths: Tensor = (share * is_token.sum(dim=-1)).long()
+    return lengths.masked_fill(chance >= probability, 0)
 
 
 def noise_blocks(

@@ -156,8 +156,10 @@ def training_precision(precision: str, device: torch.device) -> Iterator[None]:
     """Computes matrix products in bf16 where asked for; weights and sums stay fp32.
 
     On a CPU this pays from a hidden width of about 192 on: below it, casts cost more than they save.
+    Casts are not cached: a cached one would outlive the optimizer's step and hide what it changed.
     """
-    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+    is_bf16 = precision == "bf16"
+    with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False):
         yield
 
 

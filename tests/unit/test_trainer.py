@@ -470,6 +470,16 @@ def test_bf16_lasts_only_while_training() -> None:
     assert (left @ right).dtype == torch.float32
 
 
+def test_a_weight_changed_in_place_is_seen_at_once_in_bf16() -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+    x = torch.ones(1, 2)
+    with training_precision("bf16", torch.device("cpu")):
+        assert layer(x).detach().any()
+        with torch.no_grad():
+            layer.weight.zero_()
+        assert not layer(x).detach().any()
+
+
 def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
     model = _model(tiny_config())
     events = _run(model, _config("two_stream", precision="bf16", steps=3))
