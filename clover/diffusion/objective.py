@@ -5,6 +5,7 @@ B: rows, T: tokens in a row, N: blocks in a row, n: tokens in a block, V: vocabu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -17,7 +18,9 @@ from clover.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """Weights of the parts of the two-stream loss. The diffusion part has weight 1.
+    """Weights of the parts of the loss. The diffusion part has weight 1.
+
+    `balance_weight` is that of `load_balancing_loss`, for both objectives.
 
     `end_weight` is the weight of a position right of the text's end. Its target is the end token
     again: a preview that has learned nothing there guesses at random, and what it is sure of by
@@ -30,6 +33,7 @@ class ObjectiveConfig:
     ar_weight: float = 0.5
     confidence_weight: float = 0.0
     distillation_weight: float = 0.0
+    balance_weight: float = 0.0
     weight_by_level: bool = False
 
     def __post_init__(self) -> None:
@@ -49,6 +53,7 @@ class Losses:
     diffusion: Tensor | None = None
     confidence: Tensor | None = None
     distillation: Tensor | None = None
+    balance: Tensor | None = None
 
 
 def weighted_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -135,6 +140,31 @@ def distillation_loss(
     teacher = gather_rows(clean_logits.detach(), index)[masked].float().log_softmax(dim=-1)
     student = aligned_logits[masked].float().log_softmax(dim=-1)
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def load_balancing_loss(
+    router_logits: Sequence[Tensor], is_valid: Tensor, *, num_experts_per_tok: int
+) -> Tensor:
+    """Returns how unevenly the experts are used: E sum_e f_e P_e, the mean over layers.
+
+    f_e is the share of the routers' choices that fall on expert e, P_e its mean probability; the
+    gradient flows through P. It is 1 where the load is even. Choices are counted as they are
+    before a coreset restricts them: a coreset is meant to be uneven within a block.
+    Source: Fedus et al., "Switch Transformers", arXiv 2101.03961, equations 4 to 6.
+
+    Args:
+        router_logits: Of each MoE layer, [B, L, E].
+        is_valid: Tokens that count, bool [B, L]; at least one.
+        num_experts_per_tok: Choices of a token.
+    """
+    losses = []
+    for logits in router_logits:
+        probabilities = logits[is_valid].float().softmax(dim=-1)  # [M, E]
+        num_experts = probabilities.shape[-1]
+        chosen = probabilities.topk(num_experts_per_tok, dim=-1).indices.flatten()
+        load = chosen.bincount(minlength=num_experts) / len(chosen)  # [E]
+        losses.append(num_experts * (load * probabilities.mean(dim=0)).sum())
+    return torch.stack(losses).mean()
 
 
 def diffusion_weights(

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from clover.config import ModelConfig, MoeConfig
 from clover.diffusion.noise import (
     choose_block_size,
     counter_generator,
@@ -29,9 +30,11 @@ from clover.diffusion.objective import (
     ObjectiveConfig,
     ar_loss,
     ar_weights,
+    load_balancing_loss,
     two_stream_loss,
 )
 from clover.errors import ConfigError, TrainingError
+from clover.model.moe import record_router_logits
 from clover.model.transformer import CloverForCausalLM
 from clover.train import parallel
 from clover.train.data import Document, DocumentSource
@@ -52,7 +55,8 @@ class TrainConfig:
 
     Two-stream only: `block_sizes`, one of them drawn each step; `block_skip_probability`, see
     `draw_skips`; `canvases_per_block`, noised copies of each block, which share one clean stream;
-    `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked share.
+    `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked share;
+    `coreset_anneal_fraction`, see `annealed_coreset_size`.
     """
 
     objective: Literal["ar", "two_stream"]
@@ -72,6 +76,7 @@ class TrainConfig:
     canvases_per_block: int = 1
     prefix_probability: float = 0.0
     min_noise_level: float = 0.0
+    coreset_anneal_fraction: float = 0.0
     out: Path | None = None
     log_every: int = 10
     eval_every: int = 500
@@ -85,7 +90,8 @@ class TrainConfig:
             if getattr(self, name) < minimum:
                 found = getattr(self, name)
                 raise ConfigError(f"{name} must be at least {minimum}, found {found}")
-        for name in ("decay_fraction", "block_skip_probability", "prefix_probability"):
+        shares = ("decay_fraction", "block_skip_probability", "prefix_probability")
+        for name in (*shares, "coreset_anneal_fraction"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} must be in [0, 1], found {getattr(self, name)}")
         if not self.block_sizes or min(self.block_sizes) < 1:
@@ -149,6 +155,23 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
         return 0.5 * (1.0 + float(torch.cos(torch.tensor(torch.pi * done))))
     decay_steps = max(1.0, config.decay_fraction * config.steps)
     return min(1.0, (config.steps - step) / decay_steps)
+
+
+def annealed_coreset_size(step: int, config: TrainConfig, model: ModelConfig) -> int | None:
+    """Returns how many experts a block may use at a step (from 0); None: what the model says.
+
+    Falls linearly from all experts to the model's `expert_coreset_size`, which holds after the
+    first `coreset_anneal_fraction` of the steps: the parent's routers spread a block over many
+    experts, and get time to agree on few.
+    """
+    anneal_steps = config.coreset_anneal_fraction * config.steps
+    if step >= anneal_steps:
+        return None
+    assert isinstance(model.mlp, MoeConfig) and model.diffusion is not None
+    final_size = model.diffusion.expert_coreset_size
+    assert final_size is not None, "_check_model refuses a model without a coreset"
+    num_experts = model.mlp.num_experts
+    return num_experts - int((num_experts - final_size) * step / anneal_steps)
 
 
 @contextmanager
@@ -271,7 +294,7 @@ class _Run:
         if self.config.out is None:
             raise TrainingError("cannot resume a run that has no out folder")
         state = load_state(self.config.out)
-        _check_same_run(state.progress["config"], config_to_json(self.config))
+        _check_same_run(state.progress["config"], self.config)
         _load_parameters(self.model, state.model)
         device = self.model.device
         self.optimizers.load_state_tensors(
@@ -349,10 +372,13 @@ class _Run:
 def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int) -> Losses:
     """Returns the losses of one batch. Noise depends on the seed and the step alone."""
     clean_weights = ar_weights(batch.document_ids, batch.is_response, config.losses.prompt_weight)
+    records_routers = config.losses.balance_weight > 0
     if config.objective == "ar":
-        logits = model(batch.input_ids, document_ids=batch.document_ids)
+        with record_router_logits(model, enabled=records_routers) as router_logits:
+            logits = model(batch.input_ids, document_ids=batch.document_ids)
         loss = ar_loss(logits, batch.input_ids, clean_weights)
-        return Losses(total=loss, ar=loss)
+        losses = Losses(total=loss, ar=loss)
+        return _add_balance(losses, router_logits, batch.document_ids >= 0, model.config, config)
     assert model.config.diffusion is not None
     # All processes of a data-parallel run take one block size, each draws its own noise
     block_size = choose_block_size(
@@ -369,10 +395,15 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
         generator=generator,
         prefix_lengths=draw_prefix_lengths(blocks.is_token, config.prefix_probability, generator),
     )
-    clean_logits, canvas_logits = model.two_stream(
-        batch.input_ids, batch.document_ids, noised.canvas, blocks.starts
-    )
-    return two_stream_loss(
+    with record_router_logits(model, enabled=records_routers) as router_logits:
+        clean_logits, canvas_logits = model.two_stream(
+            batch.input_ids,
+            batch.document_ids,
+            noised.canvas,
+            blocks.starts,
+            coreset_size=annealed_coreset_size(step, config, model.config),
+        )
+    losses = two_stream_loss(
         clean_logits,
         canvas_logits,
         input_ids=batch.input_ids,
@@ -383,6 +414,26 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
         noised=noised,
         config=config.losses,
     )
+    is_valid = torch.cat([batch.document_ids >= 0, blocks.is_used.flatten(1)], dim=1)
+    return _add_balance(losses, router_logits, is_valid, model.config, config)
+
+
+def _add_balance(
+    losses: Losses,
+    router_logits: Sequence[Tensor],
+    is_valid: Tensor,
+    model: ModelConfig,
+    config: TrainConfig,
+) -> Losses:
+    """Returns the losses with the load-balancing part, if the routers were recorded for it."""
+    if not router_logits:
+        return losses
+    assert isinstance(model.mlp, MoeConfig)
+    balance = load_balancing_loss(
+        router_logits, is_valid, num_experts_per_tok=model.mlp.num_experts_per_tok
+    )
+    total = losses.total + config.losses.balance_weight * balance
+    return replace(losses, total=total, balance=balance)
 
 
 def draw_skips(
@@ -410,6 +461,8 @@ def _check_model(model: CloverForCausalLM, config: TrainConfig) -> None:
     limit = model.config.max_position_embeddings
     if config.row_length > limit:
         raise TrainingError(f"row_length {config.row_length} is above the model's {limit}")
+    if config.losses.balance_weight > 0 and not isinstance(model.config.mlp, MoeConfig):
+        raise TrainingError("losses.balance_weight is above 0, but a dense model has no routers")
     if config.objective == "ar":
         return
     diffusion = model.config.diffusion
@@ -419,6 +472,10 @@ def _check_model(model: CloverForCausalLM, config: TrainConfig) -> None:
         raise TrainingError(
             f"losses.shift_logits is {config.losses.shift_logits}, the model's config says "
             f"{diffusion.shift_logits}: they must agree"
+        )
+    if config.coreset_anneal_fraction > 0 and diffusion.expert_coreset_size is None:
+        raise TrainingError(
+            "coreset_anneal_fraction is above 0, but the model has no expert_coreset_size to end at"
         )
 
 
@@ -435,7 +492,10 @@ def _load_parameters(model: CloverForCausalLM, saved: Mapping[str, Tensor]) -> N
         parameters[name].copy_(tensor)
 
 
-def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _check_same_run(saved: Mapping[str, Any], config: TrainConfig) -> None:
+    """Compares a run with a saved one; a field that the older one did not know had its default."""
+    defaults = config_to_json(TrainConfig(objective=config.objective, steps=config.steps))
+    saved, current = _with_defaults(saved, defaults), config_to_json(config)
     changed = [
         f"{name} was {saved.get(name)!r}, is {current.get(name)!r}"
         for name in sorted(set(saved) | set(current))
@@ -443,6 +503,16 @@ def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Non
     ]
     if changed:
         raise TrainingError(f"the saved state is of another run: {'; '.join(changed)}")
+
+
+def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    filled = {
+        name: _with_defaults(saved.get(name, {}), value)
+        if isinstance(value, dict)
+        else saved.get(name, value)
+        for name, value in defaults.items()
+    }
+    return {**saved, **filled}
 
 
 class _Meter:

@@ -17,6 +17,7 @@ from clover.diffusion.objective import (
     confidence_loss,
     diffusion_weights,
     distillation_loss,
+    load_balancing_loss,
     two_stream_loss,
     weighted_cross_entropy,
 )
@@ -175,6 +176,36 @@ def test_positions_right_of_the_end_weigh_what_the_config_says(masked: Tensor) -
     assert torch.equal(weights[..., :-1], masked[..., :-1].float())
     assert bool(masked[..., -1].any())
     assert torch.equal(weights[..., -1], 0.25 * masked[..., -1])
+
+
+def test_load_balance_is_counted_choice_by_choice(seeded: torch.Generator) -> None:
+    layers = [torch.randn(B, T, 5, generator=seeded, requires_grad=True) for _ in range(3)]
+    is_valid = torch.rand(B, T, generator=seeded) < 0.7
+    expected = torch.zeros(())
+    for logits in layers:
+        rows = [logits[place] for place in map(tuple, is_valid.nonzero().tolist())]
+        choices = [0] * 5
+        for row in rows:
+            for expert in row.sort(descending=True).indices[:2].tolist():
+                choices[expert] += 1
+        for expert in range(5):
+            share = choices[expert] / (2 * len(rows))
+            mean = sum((row.softmax(-1)[expert] for row in rows), torch.zeros(())) / len(rows)
+            expected = expected + 5 * share * mean / 3
+    found = load_balancing_loss(layers, is_valid, num_experts_per_tok=2)
+    assert abs(float((found - expected).detach())) < TOLERANCE
+    wanted = torch.autograd.grad(expected, layers)
+    for gradient, reference in zip(torch.autograd.grad(found, layers), wanted, strict=True):
+        assert (gradient - reference).abs().max() < TOLERANCE
+        assert not gradient[~is_valid].any() and gradient[is_valid].any()
+
+
+def test_load_balance_is_one_when_even_and_the_number_of_experts_when_one_has_all() -> None:
+    is_valid = torch.ones(1, 4, dtype=torch.bool)
+    even = 50.0 * torch.eye(4)[None]
+    assert abs(float(load_balancing_loss([even], is_valid, num_experts_per_tok=1)) - 1.0) < 1e-6
+    lone = 50.0 * torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(1, 4, 4)
+    assert abs(float(load_balancing_loss([lone], is_valid, num_experts_per_tok=1)) - 4.0) < 1e-6
 
 
 @pytest.mark.parametrize("shift_logits", [True, False])

@@ -31,6 +31,7 @@ from clover.train.trainer import (
     SummaryEvent,
     TrainConfig,
     TrainEvent,
+    annealed_coreset_size,
     batch_losses,
     draw_skips,
     learning_rate_factor,
@@ -452,6 +453,95 @@ def test_each_canvas_of_a_block_is_noised_for_itself(tiny_config: ConfigFactory)
     assert len(set(losses)) == 3
 
 
+@pytest.mark.parametrize("objective", ["ar", "two_stream"])
+def test_load_balance_is_added_with_its_weight_and_moves_the_routers(
+    tiny_config: ConfigFactory, objective: str
+) -> None:
+    model = _model(tiny_config(diffusion=objective == "two_stream"))
+    batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
+    plain = batch_losses(model, batch, _config(objective), 0)
+    config = _config(objective, losses=ObjectiveConfig(balance_weight=0.5))
+    balanced = batch_losses(model, batch, config, 0)
+    assert plain.balance is None and balanced.balance is not None
+    added = 0.5 * float(balanced.balance.detach())
+    assert float(balanced.total.detach()) == pytest.approx(float(plain.total.detach()) + added)
+    moved = torch.autograd.grad(
+        balanced.balance, model.get_parameter("model.layers.0.mlp.gate.weight")
+    )
+    assert moved[0].any()
+
+
+def test_padding_and_unused_blocks_do_not_count_for_the_load_balance(
+    tiny_config: ConfigFactory,
+) -> None:
+    model = _model(tiny_config())
+    config = _config("two_stream", losses=ObjectiveConfig(balance_weight=1.0))
+    rows = [[_Echo().document(1)]]
+    values = []
+    for length in (20, 60):
+        batch = pack_rows(rows, row_length=length, pad_token_id=0)
+        balance = batch_losses(model, batch, config, 0).balance
+        assert balance is not None
+        values.append(float(balance.detach()))
+    assert values[0] == pytest.approx(values[1], rel=STEP_TOLERANCE)
+
+
+def test_the_coreset_shrinks_from_all_experts_to_its_final_size(
+    tiny_config: ConfigFactory,
+) -> None:
+    shape = dataclasses.replace(
+        tiny_config(mlp=dataclasses.replace(tiny_config().mlp, num_experts=16)),
+        diffusion=DiffusionConfig(block_size=8, mask_token_id=63, expert_coreset_size=6),
+    )
+    config = _config("two_stream", steps=40, coreset_anneal_fraction=0.5)
+    sizes = [annealed_coreset_size(step, config, shape) for step in range(40)]
+    assert sizes[:20] == [16 - step // 2 for step in range(20)]
+    assert sizes[20:] == [None] * 20
+    plain = _config("two_stream", steps=40)
+    assert {annealed_coreset_size(step, plain, shape) for step in range(40)} == {None}
+
+
+def test_a_step_is_trained_with_the_coreset_of_its_time(tiny_config: ConfigFactory) -> None:
+    small = dataclasses.replace(
+        tiny_config(),
+        diffusion=DiffusionConfig(block_size=8, mask_token_id=63, expert_coreset_size=2),
+    )
+    batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
+    config = _config("two_stream", steps=10, coreset_anneal_fraction=0.5)
+    for step, model in ((0, _model(tiny_config())), (5, _model(small))):
+        found = batch_losses(_model(small), batch, config, step).total
+        expected = batch_losses(model, batch, _config("two_stream", steps=10), step).total
+        assert torch.equal(found, expected)
+
+
+def test_what_a_model_cannot_do_is_refused_before_training(tiny_config: ConfigFactory) -> None:
+    with pytest.raises(TrainingError, match="no expert_coreset_size to end at"):
+        _run(_model(tiny_config()), _config("two_stream", coreset_anneal_fraction=0.5))
+    with pytest.raises(TrainingError, match="a dense model has no routers"):
+        _run(
+            _model(tiny_config("dense")),
+            _config("two_stream", losses=ObjectiveConfig(balance_weight=0.1)),
+        )
+
+
+def test_a_run_saved_before_a_field_existed_can_be_resumed(
+    tiny_config: ConfigFactory, tmp_path: Path
+) -> None:
+    shape = tiny_config()
+    config = _config("two_stream", out=tmp_path)
+    _run(_model(shape), config, on_event=_stop_after(2))
+    state = load_state(tmp_path)
+    older = dict(state.progress["config"])
+    del older["coreset_anneal_fraction"]
+    older["losses"] = {k: v for k, v in older["losses"].items() if k != "balance_weight"}
+    save_state(tmp_path, dataclasses.replace(state, progress=state.progress | {"config": older}))
+    changed = dataclasses.replace(config, losses=ObjectiveConfig(balance_weight=0.1))
+    with pytest.raises(TrainingError, match="losses was"):
+        _run(_model(shape), changed, resume=True)
+    summary = _run(_model(shape), config, resume=True)[-1]
+    assert isinstance(summary, SummaryEvent) and summary.is_finished
+
+
 def test_skips_happen_as_often_as_asked_and_stay_below_a_block() -> None:
     generator = torch.Generator().manual_seed(0)
     assert draw_skips(50, 8, 0.0, generator) == [0] * 50
@@ -493,6 +583,7 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
         ("steps", 0, "steps must be at least 1, found 0"),
         ("canvases_per_block", 0, "canvases_per_block must be at least 1, found 0"),
         ("prefix_probability", -0.5, r"prefix_probability must be in \[0, 1\], found -0.5"),
+        ("coreset_anneal_fraction", 2.0, r"coreset_anneal_fraction must be in \[0, 1\], found 2.0"),
         ("decay_fraction", 1.5, r"decay_fraction must be in \[0, 1\], found 1.5"),
         ("block_sizes", (), "block_sizes must be positive numbers"),
         ("max_grad_norm", 0.0, "max_grad_norm must be above 0"),
