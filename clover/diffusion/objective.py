@@ -20,7 +20,9 @@ from clover.errors import ConfigError
 class ObjectiveConfig:
     """Weights of the parts of the loss. The diffusion part has weight 1.
 
-    `balance_weight` is that of `load_balancing_loss`, for both objectives.
+    `balance_weight` is that of `load_balancing_loss`, for both objectives. Relative to a masked
+    token, `edit_weight` is the weight of a wrong token that was put on the canvas, `kept_weight` that
+    of a visible one that is right: a model that is only ever asked to repair learns to change all.
 
     `end_weight` is the weight of a position right of the text's end. Its target is the end token
     again: a preview that has learned nothing there guesses at random, and what it is sure of by
@@ -34,6 +36,8 @@ class ObjectiveConfig:
     confidence_weight: float = 0.0
     distillation_weight: float = 0.0
     balance_weight: float = 0.0
+    edit_weight: float = 1.0
+    kept_weight: float = 0.0
     weight_by_level: bool = False
 
     def __post_init__(self) -> None:
@@ -167,15 +171,19 @@ def load_balancing_loss(
     return torch.stack(losses).mean()
 
 
-def diffusion_weights(
-    noised: NoisedBlocks, is_token: Tensor, *, end_weight: float, by_level: bool
-) -> Tensor:
-    """Returns the weight of each canvas position's loss, [B, N, n]; 0 where it is not masked.
+def diffusion_weights(noised: NoisedBlocks, is_token: Tensor, config: ObjectiveConfig) -> Tensor:
+    """Returns the weight of each canvas position's loss, [B, N, n].
 
-    1 for a token of the document, `end_weight` right of its end; divided by the level if `by_level`.
+    For a mask 1, or one over the block's level if `weight_by_level`; `edit_weight` for a wrong token,
+    `kept_weight` for a right one. Right of the document's end all is times `end_weight`, and what is
+    right there has none.
     """
-    weights = noised.masked * torch.where(is_token, 1.0, end_weight)
-    return weights / noised.level.unsqueeze(-1) if by_level else weights
+    masked = noised.masked.float()
+    if config.weight_by_level:
+        masked = masked / noised.level.unsqueeze(-1)
+    kept = is_token & ~noised.masked & ~noised.edited
+    weights = masked + config.edit_weight * noised.edited + config.kept_weight * kept
+    return weights * torch.where(is_token, 1.0, config.end_weight)
 
 
 def two_stream_loss(
@@ -190,7 +198,7 @@ def two_stream_loss(
     noised: NoisedBlocks,
     config: ObjectiveConfig,
 ) -> Losses:
-    """Returns the masked-token loss of the canvas plus the weighted other parts.
+    """Returns the canvas's loss, masks and edits in one mean, plus the weighted other parts.
 
     Args:
         clean_logits: [B, T, V].
@@ -206,9 +214,7 @@ def two_stream_loss(
     aligned = align_canvas_logits(
         clean_logits, canvas_logits, block_starts, shift_logits=config.shift_logits
     )
-    weights = diffusion_weights(
-        noised, is_token, end_weight=config.end_weight, by_level=config.weight_by_level
-    )
+    weights = diffusion_weights(noised, is_token, config)
     masked = noised.masked & is_token
     diffusion = weighted_cross_entropy(aligned, targets, weights)
     ar = ar_loss(clean_logits, input_ids, clean_weights)

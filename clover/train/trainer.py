@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 
 from clover.config import ModelConfig, MoeConfig
+from clover.diffusion.generate import reserved_token_ids
 from clover.diffusion.noise import (
+    EditConfig,
+    NoisedBlocks,
+    Predict,
+    add_edits,
     choose_block_size,
+    complement,
     counter_generator,
     draw_prefix_lengths,
     noise_blocks,
@@ -28,6 +34,7 @@ from clover.diffusion.noise import (
 from clover.diffusion.objective import (
     Losses,
     ObjectiveConfig,
+    align_canvas_logits,
     ar_loss,
     ar_weights,
     load_balancing_loss,
@@ -40,7 +47,7 @@ from clover.train import parallel
 from clover.train.data import Document, DocumentSource
 from clover.train.evaluation import EvalResult, evaluate
 from clover.train.optimizer import OptimizerConfig, Optimizers
-from clover.train.packing import Batch, Packer, PackerState, cut_blocks
+from clover.train.packing import Batch, Blocks, Packer, PackerState, cut_blocks
 from clover.train.state import SavedState, load_state, save_state
 
 Validation = Mapping[str, Sequence[Document]]
@@ -55,8 +62,13 @@ class TrainConfig:
 
     Two-stream only: `block_sizes`, one of them drawn each step; `block_skip_probability`, see
     `draw_skips`; `canvases_per_block`, noised copies of each block, which share one clean stream;
-    `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked share;
-    `coreset_anneal_fraction`, see `annealed_coreset_size`.
+    `complementary_masks`, whether the second of two canvases masks what the first shows, see
+    `complement`; `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked
+    share; `edits`, wrong tokens to be repaired; `coreset_anneal_fraction`, see
+    `annealed_coreset_size`.
+
+    `num_token_ids` is the tokenizer's length. Where the model's vocabulary goes on, rows are padding
+    and never drawn; it is needed by what draws tokens.
     """
 
     objective: Literal["ar", "two_stream"]
@@ -74,9 +86,12 @@ class TrainConfig:
     block_sizes: tuple[int, ...] = (8, 16, 32)
     block_skip_probability: float = 0.0
     canvases_per_block: int = 1
+    complementary_masks: bool = False
     prefix_probability: float = 0.0
     min_noise_level: float = 0.0
+    edits: EditConfig = field(default_factory=EditConfig)
     coreset_anneal_fraction: float = 0.0
+    num_token_ids: int | None = None
     out: Path | None = None
     log_every: int = 10
     eval_every: int = 500
@@ -96,6 +111,15 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be in [0, 1], found {getattr(self, name)}")
         if not self.block_sizes or min(self.block_sizes) < 1:
             raise ConfigError(f"block_sizes must be positive numbers, found {self.block_sizes}")
+        if self.complementary_masks and self.canvases_per_block != 2:
+            raise ConfigError(
+                "complementary_masks need canvases_per_block to be 2, found "
+                f"{self.canvases_per_block}"
+            )
+        if self.edits.probability > 0 and self.num_token_ids is None:
+            raise ConfigError(
+                "edits draw tokens: num_token_ids must be set to the tokenizer's length"
+            )
         if not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, found {self.max_grad_norm}")
 
@@ -370,7 +394,7 @@ class _Run:
 
 
 def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int) -> Losses:
-    """Returns the losses of one batch. Noise depends on the seed and the step alone."""
+    """Returns the losses of one batch, noised as `draw_canvases` says."""
     clean_weights = ar_weights(batch.document_ids, batch.is_response, config.losses.prompt_weight)
     records_routers = config.losses.balance_weight > 0
     if config.objective == "ar":
@@ -379,22 +403,7 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
         loss = ar_loss(logits, batch.input_ids, clean_weights)
         losses = Losses(total=loss, ar=loss)
         return _add_balance(losses, router_logits, batch.document_ids >= 0, model.config, config)
-    assert model.config.diffusion is not None
-    # All processes of a data-parallel run take one block size, each draws its own noise
-    block_size = choose_block_size(
-        config.block_sizes, counter_generator(config.seed, step, "block size")
-    )
-    generator = counter_generator(config.seed, step, f"noise {parallel.rank()}")
-    skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
-    blocks = cut_blocks(batch, block_size, skips=skips).repeat(config.canvases_per_block)
-    noised = noise_blocks(
-        blocks.targets,
-        blocks.is_used if config.losses.end_weight > 0 else blocks.is_token,
-        mask_token_id=model.config.diffusion.mask_token_id,
-        min_level=config.min_noise_level,
-        generator=generator,
-        prefix_lengths=draw_prefix_lengths(blocks.is_token, config.prefix_probability, generator),
-    )
+    blocks, noised = draw_canvases(model, batch, config, step)
     with record_router_logits(model, enabled=records_routers) as router_logits:
         clean_logits, canvas_logits = model.two_stream(
             batch.input_ids,
@@ -416,6 +425,76 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
     )
     is_valid = torch.cat([batch.document_ids >= 0, blocks.is_used.flatten(1)], dim=1)
     return _add_balance(losses, router_logits, is_valid, model.config, config)
+
+
+def draw_canvases(
+    model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int
+) -> tuple[Blocks, NoisedBlocks]:
+    """Returns the blocks of a step and their canvases.
+
+    They depend on the seed and the step alone, tokens that the model draws also on its weights.
+    """
+    assert model.config.diffusion is not None
+    mask_token_id = model.config.diffusion.mask_token_id
+    # All processes of a data-parallel run take one block size, each draws its own noise
+    block_size = choose_block_size(
+        config.block_sizes, counter_generator(config.seed, step, "block size")
+    )
+    generator = counter_generator(config.seed, step, f"noise {parallel.rank()}")
+    skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
+    blocks = cut_blocks(batch, block_size, skips=skips)
+    if not config.complementary_masks:
+        blocks = blocks.repeat(config.canvases_per_block)
+    is_learned = blocks.is_used if config.losses.end_weight > 0 else blocks.is_token
+    noised = noise_blocks(
+        blocks.targets,
+        is_learned,
+        mask_token_id=mask_token_id,
+        min_level=config.min_noise_level,
+        generator=generator,
+        prefix_lengths=draw_prefix_lengths(blocks.is_token, config.prefix_probability, generator),
+    )
+    if config.complementary_masks:
+        other = complement(noised, blocks.targets, is_learned, mask_token_id=mask_token_id)
+        blocks, noised = blocks.repeat(2), noised.beside(other)
+    if config.edits.probability > 0:
+        text_ids, predict = _previewer(model, batch, blocks, config, step)
+        noised = add_edits(
+            noised,
+            blocks.targets,
+            blocks.is_token,
+            config.edits,
+            mask_token_id=mask_token_id,
+            text_ids=text_ids,
+            predict=predict,
+            generator=counter_generator(config.seed, step, f"edits {parallel.rank()}"),
+        )
+    return blocks, noised
+
+
+def _previewer(
+    model: CloverForCausalLM, batch: Batch, blocks: Blocks, config: TrainConfig, step: int
+) -> tuple[Tensor, Predict]:
+    """Returns the ids of text, ascending, and what predicts canvas positions from among them."""
+    assert config.num_token_ids is not None
+    is_text = torch.ones(model.config.vocab_size, dtype=torch.bool, device=model.device)
+    is_text[list(reserved_token_ids(model.config, config.num_token_ids))] = False
+
+    @torch.no_grad()
+    def predict(canvas: Tensor) -> Tensor:
+        clean_logits, canvas_logits = model.two_stream(
+            batch.input_ids,
+            batch.document_ids,
+            canvas,
+            blocks.starts,
+            coreset_size=annealed_coreset_size(step, config, model.config),
+        )
+        aligned = align_canvas_logits(
+            clean_logits, canvas_logits, blocks.starts, shift_logits=config.losses.shift_logits
+        )
+        return aligned.masked_fill(~is_text, -torch.inf)
+
+    return is_text.nonzero()[:, 0], predict
 
 
 def _add_balance(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from clover.config import DiffusionConfig, ModelConfig
+from clover.diffusion.noise import EditConfig
 from clover.diffusion.objective import ObjectiveConfig
 from clover.errors import ConfigError, TrainingError
 from clover.model.transformer import CloverForCausalLM
@@ -33,6 +34,7 @@ from clover.train.trainer import (
     TrainEvent,
     annealed_coreset_size,
     batch_losses,
+    draw_canvases,
     draw_skips,
     learning_rate_factor,
     stop_on_signal,
@@ -100,13 +102,26 @@ def _stop_after(step: int) -> Callable[[TrainEvent], None]:
     return on_event
 
 
+# What is off by default and has a state or draws numbers
+EVERYTHING: dict[str, Any] = {
+    "losses": ObjectiveConfig(balance_weight=0.1, kept_weight=0.1),
+    "canvases_per_block": 2,
+    "complementary_masks": True,
+    "edits": EditConfig(probability=0.3, model_share=0.5),
+    "num_token_ids": 25,
+}
+
+
 @pytest.mark.parametrize("objective", ["ar", "two_stream"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit_like_an_unbroken_one(
     tiny_config: ConfigFactory, tmp_path: Path, objective: str, optimizer: Any
 ) -> None:
     shape = tiny_config(diffusion=objective == "two_stream")
-    config = _config(objective, optimizer=OptimizerConfig(name=optimizer, learning_rate=1e-2))
+    options = EVERYTHING if (objective, optimizer) == ("two_stream", "adamw") else {}
+    config = _config(
+        objective, optimizer=OptimizerConfig(name=optimizer, learning_rate=1e-2), **options
+    )
     whole = _model(shape)
     _run(whole, config)
 
@@ -542,6 +557,43 @@ def test_a_run_saved_before_a_field_existed_can_be_resumed(
     assert isinstance(summary, SummaryEvent) and summary.is_finished
 
 
+@pytest.mark.parametrize("model_share", [0.0, 1.0])
+def test_edits_of_a_step_are_wrong_never_reserved_and_those_of_its_seed(
+    tiny_config: ConfigFactory, model_share: float
+) -> None:
+    model = _model(tiny_config())
+    rows = [[_Echo().document(i) for i in range(3)], [_Echo().document(3)]]
+    batch = pack_rows(rows, row_length=40, pad_token_id=0)
+    config = _config(
+        "two_stream",
+        edits=EditConfig(probability=0.5, model_share=model_share),
+        canvases_per_block=4,
+        num_token_ids=25,
+    )
+    blocks, noised = draw_canvases(model, batch, config, 3)
+    assert noised.edited.any() and not noised.edited[~blocks.is_token].any()
+    wrong = noised.canvas[noised.edited]
+    assert (wrong != blocks.targets[noised.edited]).all() and (wrong < 25).all()
+    assert torch.equal(noised.canvas, draw_canvases(model, batch, config, 3)[1].canvas)
+    # Masks are those of a run without edits
+    plain = draw_canvases(model, batch, _config("two_stream", canvases_per_block=4), 3)[1]
+    assert torch.equal(plain.masked, noised.masked)
+
+
+def test_complementary_canvases_mask_every_token_between_them(
+    tiny_config: ConfigFactory,
+) -> None:
+    model = _model(tiny_config())
+    batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
+    config = _config("two_stream", canvases_per_block=2, complementary_masks=True)
+    blocks, noised = draw_canvases(model, batch, config, 1)
+    first, second = noised.masked.chunk(2, dim=1)
+    is_token = blocks.is_token.chunk(2, dim=1)[0]
+    assert torch.equal(blocks.starts, blocks.starts[:, : first.shape[1]].repeat(1, 2))
+    assert bool((first | second)[is_token].all())
+    assert bool(second.any(-1)[is_token.any(-1)].all())
+
+
 def test_skips_happen_as_often_as_asked_and_stay_below_a_block() -> None:
     generator = torch.Generator().manual_seed(0)
     assert draw_skips(50, 8, 0.0, generator) == [0] * 50
@@ -583,6 +635,16 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
         ("steps", 0, "steps must be at least 1, found 0"),
         ("canvases_per_block", 0, "canvases_per_block must be at least 1, found 0"),
         ("prefix_probability", -0.5, r"prefix_probability must be in \[0, 1\], found -0.5"),
+        (
+            "complementary_masks",
+            True,
+            "complementary_masks need canvases_per_block to be 2, found 1",
+        ),
+        (
+            "edits",
+            EditConfig(probability=0.1),
+            "num_token_ids must be set to the tokenizer's length",
+        ),
         ("coreset_anneal_fraction", 2.0, r"coreset_anneal_fraction must be in \[0, 1\], found 2.0"),
         ("decay_fraction", 1.5, r"decay_fraction must be in \[0, 1\], found 1.5"),
         ("block_sizes", (), "block_sizes must be positive numbers"),
