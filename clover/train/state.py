@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,15 @@ _FORMAT = "clover-training-state-1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedState:
-    """Tensors of model and optimizers, and everything else as JSON values."""
+    """Tensors of model and optimizers, and everything else as JSON values.
+
+    `average` is the weights' moving average, empty for a run without one.
+    """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     progress: Mapping[str, Any]
+    average: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def save_state(folder: Path, state: SavedState) -> Path:
@@ -37,6 +41,7 @@ def save_state(folder: Path, state: SavedState) -> Path:
     path, temporary = folder / STATE_FILE, folder / f".{STATE_FILE}.{os.getpid()}"
     tensors = {f"model/{name}": tensor.contiguous() for name, tensor in state.model.items()}
     tensors |= {f"optimizer/{name}": value.contiguous() for name, value in state.optimizer.items()}
+    tensors |= {f"average/{name}": value.contiguous() for name, value in state.average.items()}
     metadata = {"format": _FORMAT, "progress": json.dumps(dict(state.progress))}
     try:
         save_file(tensors, temporary, metadata=metadata)
@@ -68,6 +73,7 @@ def load_state(folder: Path) -> SavedState:
     return SavedState(
         model=_strip(tensors, "model/"),
         optimizer=_strip(tensors, "optimizer/"),
+        average=_strip(tensors, "average/"),
         progress=json.loads(metadata["progress"]),
     )
 

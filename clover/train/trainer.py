@@ -9,7 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
@@ -46,7 +46,7 @@ from clover.model.transformer import CloverForCausalLM
 from clover.train import parallel
 from clover.train.data import Document, DocumentSource
 from clover.train.evaluation import EvalResult, evaluate
-from clover.train.optimizer import OptimizerConfig, Optimizers
+from clover.train.optimizer import OptimizerConfig, Optimizers, WeightAverage
 from clover.train.packing import Batch, Blocks, Packer, PackerState, cut_blocks
 from clover.train.state import SavedState, load_state, save_state
 
@@ -59,6 +59,9 @@ _FREE_FIELDS = frozenset({"out", "log_every", "eval_every", "save_every"})
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """One training run, complete.
+
+    With `ema_decay` above 0, evaluated and finished weights are the moving average of the steps'
+    weights, see `WeightAverage`.
 
     Two-stream only: `block_sizes`, one of them drawn each step; `block_skip_probability`, see
     `draw_skips`; `canvases_per_block`, noised copies of each block, which share one clean stream;
@@ -81,6 +84,7 @@ class TrainConfig:
     schedule: Literal["cosine", "wsd"] = "wsd"
     decay_fraction: float = 0.3
     max_grad_norm: float = 1.0
+    ema_decay: float = 0.0
     precision: Literal["fp32", "bf16"] = "bf16"
     seed: int = 0
     block_sizes: tuple[int, ...] = (8, 16, 32)
@@ -111,6 +115,8 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be in [0, 1], found {getattr(self, name)}")
         if not self.block_sizes or min(self.block_sizes) < 1:
             raise ConfigError(f"block_sizes must be positive numbers, found {self.block_sizes}")
+        if not 0.0 <= self.ema_decay < 1.0:
+            raise ConfigError(f"ema_decay must be in [0, 1), found {self.ema_decay}")
         if self.complementary_masks and self.canvases_per_block != 2:
             raise ConfigError(
                 "complementary_masks need canvases_per_block to be 2, found "
@@ -286,6 +292,7 @@ class _Run:
         self.on_event = on_event if parallel.rank() == 0 else lambda event: None
         self.validation = validation
         self.optimizers = Optimizers(model, config.optimizer)
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay > 0 else None
         self.step = 0
         self.data_state = PackerState()
         self.meter = _Meter()
@@ -309,6 +316,8 @@ class _Run:
                 saved_at = self._save()
         if saved_at != self.step:
             self._save()
+        if self.average is not None:
+            self.average.copy_to_model()
         summary = self.meter.summary(self.step, is_finished=self.step >= config.steps)
         self.on_event(summary)
         return summary
@@ -324,6 +333,8 @@ class _Run:
         self.optimizers.load_state_tensors(
             {name: tensor.to(device) for name, tensor in state.optimizer.items()}
         )
+        if self.average is not None:
+            self.average.load(state.average)
         self.step = state.progress["step"]
         data = state.progress["data"]
         self.data_state = PackerState(**data | {"waiting": tuple(data["waiting"])})
@@ -352,6 +363,8 @@ class _Run:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
         self.optimizers.step(factor)
         self.step += 1
+        if self.average is not None:
+            self.average.update(self.step)
         self.meter.add(
             losses,
             float(norm),
@@ -365,13 +378,14 @@ class _Run:
         self.model.eval()
         is_two_stream = self.config.objective == "two_stream"
         for name, documents in self.validation.items():
-            result = evaluate(
-                self.model,
-                documents,
-                num_rows=self.config.num_rows,
-                row_length=self.config.row_length,
-                block_size=max(self.config.block_sizes) if is_two_stream else None,
-            )
+            with nullcontext() if self.average is None else self.average.in_place():
+                result = evaluate(
+                    self.model,
+                    documents,
+                    num_rows=self.config.num_rows,
+                    row_length=self.config.row_length,
+                    block_size=max(self.config.block_sizes) if is_two_stream else None,
+                )
             self.on_event(EvalEvent(step=self.step, name=name, result=result))
         self.meter.pause(time.monotonic() - started)
 
@@ -387,6 +401,7 @@ class _Run:
                 model={name: p.detach() for name, p in self.model.named_parameters()},
                 optimizer=self.optimizers.state_tensors(),
                 progress=progress,
+                average={} if self.average is None else self.average.tensors,
             )
             path = save_state(self.config.out, state)
             self.on_event(SaveEvent(step=self.step, path=path))

@@ -23,10 +23,18 @@ from clover.errors import ConfigError, TrainingError
 from clover.model.transformer import CloverForCausalLM
 from clover.train.data import Document
 from clover.train.evaluation import evaluate
-from clover.train.optimizer import Muon, OptimizerConfig, Optimizers, classify, newton_schulz
+from clover.train.optimizer import (
+    Muon,
+    OptimizerConfig,
+    Optimizers,
+    WeightAverage,
+    classify,
+    newton_schulz,
+)
 from clover.train.packing import cut_blocks, pack_rows
 from clover.train.state import STATE_FILE, SavedState, load_state, save_state
 from clover.train.trainer import (
+    EvalEvent,
     SaveEvent,
     StepEvent,
     SummaryEvent,
@@ -109,6 +117,7 @@ EVERYTHING: dict[str, Any] = {
     "complementary_masks": True,
     "edits": EditConfig(probability=0.3, model_share=0.5),
     "num_token_ids": 25,
+    "ema_decay": 0.5,
 }
 
 
@@ -152,6 +161,44 @@ def test_every_parameter_of_a_clover_model_is_trained(tiny_config: ConfigFactory
     _run(model, _config("two_stream", steps=3, num_rows=4))
     still = [n for n, tensor in before.items() if torch.equal(model.get_parameter(n), tensor)]
     assert still == []
+
+
+def test_the_average_weighs_the_latest_steps_most_and_forgets_the_start() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False)
+    values = [5.0, 1.0, 2.0, -3.0, 4.0]
+    with torch.no_grad():
+        layer.weight.fill_(values[0])
+    average, expected = WeightAverage(layer, 0.3), values[0]
+    for step, value in enumerate(values[1:], start=1):
+        with torch.no_grad():
+            layer.weight.fill_(value)
+        average.update(step)
+        decay = min(0.3, (1 + step) / (10 + step))
+        expected = decay * expected + (1.0 - decay) * value
+    assert float(average.tensors["weight"]) == pytest.approx(expected)
+    with average.in_place():
+        assert float(layer.weight.detach()) == pytest.approx(expected)
+    assert float(layer.weight.detach()) == values[-1]
+
+
+def test_the_average_is_what_is_evaluated_and_what_a_run_leaves(
+    tiny_config: ConfigFactory, tmp_path: Path
+) -> None:
+    shape = tiny_config(diffusion=False)
+    documents = [_Echo().document(index) for index in range(5)]
+    options: dict[str, Any] = {"validation": {"seen": documents}}
+    plain, averaged = _model(shape), _model(shape)
+    _run(plain, _config(out=tmp_path / "plain"))
+    events = _run(averaged, _config(out=tmp_path / "averaged", ema_decay=0.5), **options)
+    state = load_state(tmp_path / "averaged")
+    for name, weight in _weights(averaged).items():
+        assert torch.equal(weight, state.average[name])
+        # Averaging watches the run and does not disturb it
+        assert torch.equal(state.model[name], plain.get_parameter(name))
+    assert not torch.equal(averaged.lm_head.weight, plain.lm_head.weight)
+    last = [event.result for event in events if isinstance(event, EvalEvent)][-1]
+    result = evaluate(averaged, documents, num_rows=2, row_length=32, block_size=None)
+    assert last.loss == result.loss
 
 
 def test_events_tell_the_run_in_order(tiny_config: ConfigFactory, tmp_path: Path) -> None:
@@ -645,6 +692,7 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
             EditConfig(probability=0.1),
             "num_token_ids must be set to the tokenizer's length",
         ),
+        ("ema_decay", 1.0, r"ema_decay must be in \[0, 1\), found 1.0"),
         ("coreset_anneal_fraction", 2.0, r"coreset_anneal_fraction must be in \[0, 1\], found 2.0"),
         ("decay_fraction", 1.5, r"decay_fraction must be in \[0, 1\], found 1.5"),
         ("block_sizes", (), "block_sizes must be positive numbers"),
