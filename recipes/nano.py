@@ -1,6 +1,6 @@
 """clover-nano: an autoregressive parent, its conversion and its adaptation to block diffusion.
 
-python -m recipes.nano parent|convert|adapt --out runs/nano
+python -m recipes.nano parent|convert|calibrate|adapt --out runs/nano
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from clover.diffusion.objective import ObjectiveConfig
 from clover.model.transformer import CloverForCausalLM
 from clover.tokenizer import Tokenizer
 from clover.train import parallel
+from clover.train.calibrate import calibrate
 from clover.train.data import Document, DocumentEncoder, TaskSource
 from clover.train.optimizer import OptimizerConfig
+from clover.train.packing import Packer
 from clover.train.state import STATE_FILE
 from clover.train.trainer import SummaryEvent, TrainConfig, TrainEvent, train
 
-Stage = Literal["parent", "convert", "adapt"]
+Stage = Literal["parent", "convert", "calibrate", "adapt"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 
 # The tokenizer's home, whatever weights lie beside it
@@ -111,11 +113,13 @@ def clover_training(out: Path) -> TrainConfig:
 
 
 def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent | None:
-    """Runs a stage inside `out`; goes on where it was cut. Conversion has no summary.
+    """Runs a stage inside `out`; goes on where it was cut. Only training has a summary.
 
-    Without a parent of its own, conversion takes the one that ships in the package.
+    Without a parent of its own, conversion takes the one that ships in the package. Calibration
+    may be left out; where it was run, adaptation starts from what it left.
 
-    Leaves `out/parent`, `out/converted` and `out/clover`, each a checkpoint folder in bf16.
+    Leaves `out/parent`, `out/converted`, `out/calibrated` and `out/clover`, each a checkpoint folder
+    in bf16.
     """
     if stage == "parent":
         return _train_parent(out, on_event)
@@ -123,6 +127,9 @@ def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> Summ
         own = out / "parent"
         parent = own if own.is_dir() else resolve_checkpoint("clover-nano-parent")
         convert(parent, out / "converted", block_size=BLOCK_SIZE, overwrite=True)
+        return None
+    if stage == "calibrate":
+        _calibrate(out)
         return None
     return _adapt(out, on_event)
 
@@ -136,8 +143,30 @@ def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryE
     return _train(model, config, tokenizer, tokenizer_folder, out / "parent", on_event)
 
 
+def _calibrate(out: Path) -> None:
+    """Fits the added numbers of each layer on documents of the training stream."""
+    model, tokenizer = load_model(out / "converted"), Tokenizer.load(out / "converted")
+    source = TaskSource(DocumentEncoder(tokenizer), weights=FAMILY_WEIGHTS)
+    config = clover_training(out)
+    batch = Packer(
+        source,
+        num_rows=config.num_rows,
+        row_length=config.row_length,
+        pad_token_id=model.config.pad_token_id or 0,
+    ).next_batch()
+    calibrate(model, batch, on_fit=lambda fit: print(fit, flush=True))
+    save_model(
+        model,
+        out / "calibrated",
+        dtype=torch.bfloat16,
+        files_from=out / "converted",
+        overwrite=True,
+    )
+
+
 def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
-    folder = out / "converted"
+    calibrated = out / "calibrated"
+    folder = calibrated if calibrated.is_dir() else out / "converted"
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     config = clover_training(out / "clover-run")
     return _train(model, config, tokenizer, folder, out / "clover", on_event)
