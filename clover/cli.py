@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from clover import __version__
-from clover.errors import CloverError, GenerationError, PromptError, RequestError, TrainingError
+from clover.errors import (
+    CloverError,
+    GenerationError,
+    PromptError,
+    RequestError,
+    TrainingError,
+    TrainingInputError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +35,7 @@ DEFAULT_MODEL = "clover-nano"
 DEFAULT_PARENT = "clover-nano-parent"
 DEFAULT_MAX_TOKENS = 1024
 FAILED, WRONG_INPUT = 1, 2
+THOUGHT_ONLY = "no answer besides thinking: see --no-thinking, --json and --max-tokens"
 
 app = typer.Typer(
     add_completion=False,
@@ -36,12 +46,18 @@ app = typer.Typer(
 )
 
 ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="A checkpoint folder, or the name of a model inside.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="A checkpoint folder; inside: clover-nano(-parent).",
+    ),
 ]
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        help="threshold[=0..1], entropy_bound[=nats], exact[=draft passes] or autoregressive."
+        help="threshold[=0..1], entropy_bound[=nats], exact[=draft passes] or autoregressive; "
+        "default: threshold=0.9, of a parent autoregressive."
     ),
 ]
 ThresholdOption = Annotated[float | None, typer.Option(help="Short for --policy threshold=X.")]
@@ -88,6 +104,7 @@ def main() -> NoReturn:
             raise
         print(f"clover: {error}", file=sys.stderr)  # noqa: T201
         failed = isinstance(error, GenerationError | TrainingError)
+        failed = failed and not isinstance(error, TrainingInputError)
         sys.exit(FAILED if failed else WRONG_INPUT)
     except BrokenPipeError:  # the reader of a pipe has left
         sys.stderr.close()
@@ -105,7 +122,8 @@ def _print_version(is_asked: bool) -> None:
 def _before(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version."),
     ] = False,
 ) -> None:
     _State.debug = debug
@@ -143,26 +161,32 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
     """Answers a prompt, showing the denoising when a terminal watches."""
-    knobs = _read_knobs(
-        policy,
-        threshold,
-        entropy_bound,
-        block_size,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        max_tokens,
-        stop,
-    )
     if parent is not None and not compare:
         raise RequestError(f"--parent {parent} is for --compare, which is not given; leave it out")
-    questions = _read_questions(prompt, system, tools, thinking, is_raw=raw, examples=examples)
-    writers = [_open_writer(model, knobs, device)]
-    if compare:
-        plain = dataclasses.replace(knobs, policy=None, block_size=None)
-        writers.append(_open_writer(parent or DEFAULT_PARENT, plain, device))
+    read_tools = _read_tools(tools)
+    if prompt is None and not examples and sys.stdin.isatty():
+        raise PromptError("expected a prompt as argument or on standard input, found none")
+    with _loading(model):
+        knobs = _read_knobs(
+            policy,
+            threshold,
+            entropy_bound,
+            block_size,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            max_tokens,
+            stop,
+        )
+        questions = _read_questions(
+            prompt, system, read_tools, thinking, is_raw=raw, examples=examples
+        )
+        writers = [_open_writer(model, knobs, device)]
+        if compare:
+            plain = dataclasses.replace(knobs, policy=None, block_size=None)
+            writers.append(_open_writer(parent or DEFAULT_PARENT, plain, device))
     _answer_all(writers, questions, as_json=as_json)
 
 
@@ -185,27 +209,30 @@ def chat(
     tools: ToolsOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Talks turn after turn. Ctrl-C stops a reply, Ctrl-D leaves."""
-    from clover.cli_chat import Chat
+    """Talks turn after turn: /thinking, /reset, /exit. Ctrl-C stops a reply, Ctrl-D leaves."""
+    read_tools = _read_tools(tools)
+    with _loading(model):
+        from clover.cli_chat import Chat
 
-    knobs = _read_knobs(
-        policy,
-        threshold,
-        entropy_bound,
-        block_size,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
-        max_tokens,
-        stop,
-    )
+        knobs = _read_knobs(
+            policy,
+            threshold,
+            entropy_bound,
+            block_size,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            max_tokens,
+            stop,
+        )
+        writer = _open_writer(model, knobs, device)
     out, notes = _consoles()
     Chat(
-        _open_writer(model, knobs, device),
+        writer,
         system=system,
-        tools=_read_tools(tools),
+        tools=read_tools,
         enable_thinking=thinking is not False,
         out=out,
         notes=notes,
@@ -262,28 +289,76 @@ def inspect(
     path: Annotated[
         str, typer.Argument(help="A checkpoint folder, config.json, or a model's name.")
     ],
+    training: Annotated[
+        bool, typer.Option("--training", help="Also the memory of training it, on each GPU.")
+    ] = False,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that --training shares it among.")] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Says what a checkpoint is: architecture, parameters, bytes, cache."""
+    """Says what a checkpoint holds: parameters, bytes, cache."""
     from clover.checkpoint.inspect import inspect_checkpoint, render_report
     from clover.checkpoint.load import resolve_checkpoint
+    from clover.train.memory import render_memory, training_memory
 
     report = inspect_checkpoint(resolve_checkpoint(path))
     if as_json:
         # Every field and every property: the counts are properties.
         values = {name: getattr(report, name) for name in dir(report) if not name.startswith("_")}
         values["config"] = dataclasses.asdict(report.config)
+        if training:
+            memory = training_memory(report.config, gpus)
+            names = (name for name in dir(memory) if not name.startswith("_"))
+            values["training"] = {name: getattr(memory, name) for name in names}
         typer.echo(json.dumps(values, default=str, ensure_ascii=False))
     else:
-        typer.echo("\n".join(render_report(report)))
+        lines = render_report(report)
+        if training:
+            lines += render_memory(training_memory(report.config, gpus))
+        typer.echo("\n".join(lines))
 
 
-@app.command()
+class _TrainGroup(typer.core.TyperGroup):
+    """`train OUT` trains; `train plot RUN` draws what a training has reported."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Puts the name of the training command in front, unless another is named."""
+        is_named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if is_named else ["run", *args])
+
+
+train_app = typer.Typer(cls=_TrainGroup, add_completion=False, rich_markup_mode=None)
+app.add_typer(train_app, name="train", help="Trains a model, or draws the curves of a training.")
+
+
+@train_app.command("plot")
+def plot(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    image: Annotated[
+        Path | None, typer.Option(help="The image to write; default: curves.png in the folder.")
+    ] = None,
+) -> None:
+    """Draws the curves of a run: losses, evaluations, gradient norm, speed."""
+    from clover.train.plot import plot_run
+
+    typer.echo(plot_run(run, image))
+
+
+@train_app.command("run")
 def train(
     context: typer.Context,
-    out: Annotated[Path, typer.Argument(help="Folder of the run; a run that is there goes on.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder of the run; a run that is there goes on. The model is in OUT/model at the end."
+        ),
+    ],
     recipe: Annotated[
-        str | None, typer.Option(help="A named run: nano.parent, nano.convert or nano.adapt.")
+        str | None,
+        typer.Option(
+            help="A named run: nano.parent, nano.convert, nano.calibrate (may be left out), nano.adapt, "
+            "one after the other in one OUT; the models are in OUT/parent, OUT/converted, "
+            "OUT/calibrated and OUT/clover."
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="JSONL file of chats: {messages, tools} a line.")
@@ -298,11 +373,19 @@ def train(
     row_length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
     learning_rate: Annotated[float, typer.Option(help="Peak of the schedule.")] = 3e-4,
     seed: Annotated[int, typer.Option(help="Order of the data, and noise.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between two saved states.")] = 500,
+    parallelism: Annotated[
+        str, typer.Option(help="Under torchrun: ddp (whole models) or fsdp (one, in slices).")
+    ] = "ddp",
+    activation_checkpointing: Annotated[
+        bool, typer.Option("--activation-checkpointing", help="Less memory, a third more work.")
+    ] = False,
     device: DeviceOption = "auto",
 ) -> None:
     """Trains a model on chats, or runs a recipe, to which the other options do not apply.
 
-    Ctrl-C ends it after the current step, with the state saved.
+    Ctrl-C ends it after the current step, with the state saved. `clover train plot RUN` draws the
+    curves of a run.
     """
     from clover.cli_train import run_recipe, train_on_chats
 
@@ -318,6 +401,8 @@ def train(
             data,
             out,
             objective=objective,
+            parallelism=parallelism,
+            activation_checkpointing=activation_checkpointing,
             learning_rate=learning_rate,
             device=_choose_device(device),
             notes=notes,
@@ -325,6 +410,7 @@ def train(
             num_rows=rows,
             row_length=row_length,
             seed=seed,
+            save_every=save_every,
         )
 
 
@@ -391,9 +477,13 @@ def _read_tools(path: Path | None) -> list[Mapping[str, Any]]:
     try:
         tools = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise PromptError(f"--tools {path}: expected a JSON file, found {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PromptError(f"--tools {path}: expected a JSON file, found: {reason}") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise PromptError(f"--tools {path}: expected a list of tool objects, as in the OpenAI API")
+        raise PromptError(
+            f"--tools {path}: expected a list of tool objects, as in the OpenAI API (see "
+            f"examples/tools.json), found {type(tools).__name__}"
+        )
     ChatParser(starts_in_thinking=False, tools=tools)  # refuses a bad tool before the first pass
     return tools
 
@@ -401,7 +491,7 @@ def _read_tools(path: Path | None) -> list[Mapping[str, Any]]:
 def _read_questions(
     prompt: str | None,
     system: str | None,
-    tools: Path | None,
+    tools: Sequence[Mapping[str, Any]],
     thinking: bool | None,
     *,
     is_raw: bool,
@@ -410,7 +500,7 @@ def _read_questions(
     from clover.chat import Message
     from clover.cli_reply import Question
 
-    fixed = {"PROMPT": prompt, "--system": system, "--tools": tools, "--thinking": thinking}
+    fixed = {"PROMPT": prompt, "--system": system, "--tools": tools or None, "--thinking": thinking}
     given = [name for name, value in fixed.items() if value is not None]
     if examples:
         if is_raw or given:
@@ -428,15 +518,13 @@ def _read_questions(
     return [
         Question(
             messages=(*messages, Message("user", content=text)),
-            tools=_read_tools(tools),
+            tools=tools,
             enable_thinking=thinking is not False,
         )
     ]
 
 
 def _read_prompt(prompt: str | None) -> str:
-    if prompt is None and sys.stdin.isatty():
-        raise PromptError("expected a prompt as argument or on standard input, found none")
     try:
         text = sys.stdin.read().rstrip("\n") if prompt is None else prompt
     except UnicodeDecodeError as error:
@@ -462,6 +550,17 @@ def _example_questions(count: int) -> list[Question]:
         )
         for task in tasks
     ]
+
+
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """Says in a terminal what the first seconds are for: importing torch, reading weights."""
+    _, notes = _consoles()
+    if not notes.is_terminal:
+        yield
+        return
+    with notes.status(f"loading {model}"):
+        yield
 
 
 def _open_writer(model: str, knobs: Knobs, device: str) -> Writer:
@@ -527,6 +626,8 @@ def _answer_all(writers: Sequence[Writer], questions: Sequence[Question], *, as_
             typer.echo(json.dumps(values, ensure_ascii=False))
         elif not is_live:
             typer.echo(replies[0].answer)
+        if not as_json and not replies[0].answer:
+            notes.print(THOUGHT_ONLY, style="dim", highlight=False, soft_wrap=True)
     closing = comparison(*panes) if len(writers) > 1 else totals(panes[0])
     closing += f", {num_cut} cut off by a limit" if num_cut else ""
     (out if is_live else notes).print(

@@ -127,7 +127,9 @@ class Screen:
                 yield
             finally:
                 self._live = None
-        self._console.print(self._picture(panes, whole=True))
+                # Here, so that an interrupted reply stays on the screen, too
+                live.stop()
+                self._console.print(self._picture(panes, whole=True))
 
     def update(self, panes: Sequence[Pane]) -> None:
         """Redraws, unless the last picture is so fresh that nobody has seen it yet."""

@@ -169,7 +169,7 @@ class Reply:
         self.pane.seconds += time.perf_counter() - started
         match event:
             case CanvasUpdated(canvas=canvas):
-                self.pane.cells = [self._cell(token_id) for token_id in canvas]
+                self.pane.cells = [self._cell(token_id) for token_id in self._visible(canvas)]
             case BlockCommitted(token_ids=token_ids):
                 self.pane.committed += self._decoder.push(token_ids)
                 self.pane.tokens += len(token_ids)
@@ -178,6 +178,12 @@ class Reply:
                 self._finish(result)
             case None:
                 raise GenerationError("expected a result, found a loop that ended without one")
+
+    def _visible(self, canvas: Sequence[int]) -> Sequence[int]:
+        """Returns the canvas up to its first end token: what lies right of it will be dropped."""
+        ends = self._writer.checkpoint.config.eos_token_ids
+        first_end = next((i for i, token_id in enumerate(canvas) if token_id in ends), len(canvas))
+        return canvas[: first_end + 1]
 
     def _cell(self, token_id: int) -> str | None:
         if token_id == self._writer.mask_token_id:

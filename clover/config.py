@@ -163,6 +163,7 @@ class ModelConfig:
 
     def _check_diffusion(self, diffusion: DiffusionConfig) -> None:
         _check_range("mask_token_id", diffusion.mask_token_id, 0, self.vocab_size - 1)
+        _check_range("block_size", diffusion.block_size, 1, self.max_position_embeddings)
         if diffusion.mask_token_id in self.eos_token_ids:
             raise ConfigError(
                 f"mask_token_id is {diffusion.mask_token_id}, which is also an eos_token_id; "

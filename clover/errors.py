@@ -10,6 +10,7 @@
     |-- GenerationError   decoding that cannot go on (for example NaN logits)
     |-- TaskError         an unknown task family or split
     `-- TrainingError     training that cannot go on (for example a loss that is not finite)
+        `-- TrainingInputError  data or options that a training run cannot start from
 
 Each message says what was expected, what was found and what to do about it.
 """
@@ -55,3 +56,7 @@ class TaskError(CloverError, ValueError):
 
 class TrainingError(CloverError):
     """Training that cannot go on, for example because the loss is not finite."""
+
+
+class TrainingInputError(TrainingError, ValueError):
+    """Data, options or a saved state that a training run cannot start from."""

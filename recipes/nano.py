@@ -14,18 +14,20 @@ from typing import Final, Literal, get_args
 import torch
 
 from clover.checkpoint.convert import convert
-from clover.checkpoint.load import load_model, resolve_checkpoint, save_model
+from clover.checkpoint.load import load_model, resolve_checkpoint
 from clover.config import AttentionConfig, DeltaNetConfig, ModelConfig, MoeConfig
 from clover.diffusion.objective import ObjectiveConfig
+from clover.errors import TrainingInputError
 from clover.model.transformer import CloverForCausalLM
 from clover.tokenizer import Tokenizer
 from clover.train import parallel
 from clover.train.calibrate import calibrate
 from clover.train.data import Document, DocumentEncoder, TaskSource
+from clover.train.events import SummaryEvent, TrainEvent
 from clover.train.optimizer import OptimizerConfig
 from clover.train.packing import Packer
-from clover.train.state import STATE_FILE
-from clover.train.trainer import SummaryEvent, TrainConfig, TrainEvent, train
+from clover.train.state import has_state
+from clover.train.trainer import TrainConfig, train
 
 Stage = Literal["parent", "convert", "calibrate", "adapt"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
@@ -36,7 +38,9 @@ VALIDATION_DOCUMENTS: Final = 256
 VALIDATION_SEED: Final = 1
 BLOCK_SIZE: Final = 32
 # Short replies have few tokens to learn from, so there are more of them
-FAMILY_WEIGHTS: Final = {"tool_call": 4.0, "arithmetic": 2.0, "lookup": 4.0, "sorting": 3.0}
+PARENT_WEIGHTS: Final = {"tool_call": 4.0, "arithmetic": 2.0, "lookup": 4.0, "sorting": 3.0}
+# A preview has sums to learn anew, everything else it mostly takes over
+CLOVER_WEIGHTS: Final = PARENT_WEIGHTS | {"arithmetic": 4.0}
 
 
 def parent_config(tokenizer: Tokenizer) -> ModelConfig:
@@ -72,14 +76,14 @@ def parent_training(out: Path) -> TrainConfig:
     """Returns the parent's run: next-token loss over whole chats, replies above prompts."""
     return TrainConfig(
         objective="ar",
-        steps=3250,
+        steps=4200,
         num_rows=16,
         row_length=256,
         optimizer=OptimizerConfig(name="muon", learning_rate=4e-3, weight_decay=0.05),
         losses=ObjectiveConfig(prompt_weight=0.1),
         warmup_steps=50,
         schedule="wsd",
-        decay_fraction=0.4,
+        decay_fraction=0.225,
         precision="fp32",
         out=out,
         log_every=20,
@@ -92,7 +96,7 @@ def clover_training(out: Path) -> TrainConfig:
     """Returns the adaptation: two streams, block sizes mixed so that b and c can be told apart."""
     return TrainConfig(
         objective="two_stream",
-        steps=700,
+        steps=2600,
         num_rows=16,
         row_length=256,
         optimizer=OptimizerConfig(
@@ -104,6 +108,9 @@ def clover_training(out: Path) -> TrainConfig:
         decay_fraction=0.5,
         block_sizes=(8, 16, 32, 32),
         block_skip_probability=0.25,
+        canvases_per_block=2,
+        prefix_probability=0.6,
+        min_noise_level=0.1,
         precision="fp32",
         out=out,
         log_every=20,
@@ -140,13 +147,15 @@ def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryE
     model = CloverForCausalLM(parent_config(tokenizer))
     model.init_weights(torch.Generator().manual_seed(0))
     config = parent_training(out / "parent-run")
-    return _train(model, config, tokenizer, tokenizer_folder, out / "parent", on_event)
+    source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=PARENT_WEIGHTS)
+    return _train(model, config, source, tokenizer_folder, out / "parent", on_event)
 
 
 def _calibrate(out: Path) -> None:
     """Fits the added numbers of each layer on documents of the training stream."""
-    model, tokenizer = load_model(out / "converted"), Tokenizer.load(out / "converted")
-    source = TaskSource(DocumentEncoder(tokenizer), weights=FAMILY_WEIGHTS)
+    folder = _converted(out)
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    source = TaskSource(DocumentEncoder(tokenizer), weights=CLOVER_WEIGHTS)
     config = clover_training(out)
     batch = Packer(
         source,
@@ -155,44 +164,53 @@ def _calibrate(out: Path) -> None:
         pad_token_id=model.config.pad_token_id or 0,
     ).next_batch()
     calibrate(model, batch, on_fit=lambda fit: print(fit, flush=True))
-    save_model(
-        model,
-        out / "calibrated",
-        dtype=torch.bfloat16,
-        files_from=out / "converted",
-        overwrite=True,
+    parallel.save_whole(
+        model, out / "calibrated", dtype=torch.bfloat16, files_from=folder, overwrite=True
     )
+
+
+def _converted(out: Path) -> Path:
+    """Returns the folder that conversion leaves."""
+    folder = out / "converted"
+    if not folder.is_dir():
+        raise TrainingInputError(
+            f"found no {folder}: run the stage `convert` with the same OUT first"
+        )
+    return folder
 
 
 def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
     calibrated = out / "calibrated"
-    folder = calibrated if calibrated.is_dir() else out / "converted"
+    folder = calibrated if calibrated.is_dir() else _converted(out)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     config = clover_training(out / "clover-run")
-    return _train(model, config, tokenizer, folder, out / "clover", on_event)
+    source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=CLOVER_WEIGHTS)
+    return _train(model, config, source, folder, out / "clover", on_event)
 
 
 def _train(
     model: CloverForCausalLM,
     config: TrainConfig,
-    tokenizer: Tokenizer,
+    source: TaskSource,
     files_from: Path,
     result: Path,
     on_event: Callable[[TrainEvent], None],
 ) -> SummaryEvent:
     """Trains on the task families and writes the finished model."""
-    encoder = DocumentEncoder(tokenizer)
+    encoder = DocumentEncoder(Tokenizer.load(files_from))
     assert config.out is not None
     summary = train(
         model,
         config,
-        TaskSource(encoder, seed=config.seed, weights=FAMILY_WEIGHTS),
+        source,
         on_event=on_event,
         validation={name: validation_set(encoder, name) for name in ("seen", "heldout")},
-        resume=(config.out / STATE_FILE).is_file(),
+        resume=has_state(config.out),
     )
-    if summary.is_finished and parallel.rank() == 0:
-        save_model(model, result, dtype=torch.bfloat16, files_from=files_from, overwrite=True)
+    if summary.is_finished:
+        parallel.save_whole(
+            model, result, dtype=torch.bfloat16, files_from=files_from, overwrite=True
+        )
     return summary
 
 
@@ -208,11 +226,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--out", type=Path, default=Path("runs/nano"))
     options = parser.parse_args(arguments)
-    parallel.join_process_group()
-    try:
+    with parallel.process_group():
         run(options.stage, options.out, lambda event: print(event, flush=True))
-    finally:
-        parallel.leave_process_group()
     return 0
 
 

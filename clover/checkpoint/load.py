@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -199,6 +199,7 @@ def save_model(
     files_from: Path | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
+    gather: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
 ) -> None:
     """Writes a model to a folder that appears whole or not at all.
 
@@ -209,6 +210,7 @@ def save_model(
         files_from: A folder whose tokenizer, chat template and generation_config are copied.
         max_shard_bytes: Of tensor data in one file.
         overwrite: Replace a checkpoint that is already there.
+        gather: Puts a parameter together that is split over processes.
 
     Raises:
         CheckpointError: `folder` is taken.
@@ -221,14 +223,17 @@ def save_model(
     ]
     main_dtype = dtype or model.dtype
     with FolderWriter(folder, overwrite=overwrite) as writer:
-        writer.write_tensors(specs, _stream(specs, parameters), max_shard_bytes=max_shard_bytes)
+        chunks = _stream(specs, parameters, gather)
+        writer.write_tensors(specs, chunks, max_shard_bytes=max_shard_bytes)
         if files_from is not None:
             writer.copy_files(files_from, COPIED_FILES)
         writer.write_json("config.json", config_to_dict(config) | {"dtype": dtype_name(main_dtype)})
 
 
 def _stream(
-    specs: Iterable[TensorSpec], parameters: Mapping[str, torch.Tensor]
+    specs: Iterable[TensorSpec],
+    parameters: Mapping[str, torch.Tensor],
+    gather: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[list[memoryview]]:
     for spec in specs:
-        yield [tensor_bytes(parameters[spec.name].detach().to(spec.dtype))]
+        yield [tensor_bytes(gather(parameters[spec.name].detach()).to(spec.dtype))]

@@ -137,10 +137,12 @@ def generate(
     mask = [] if diffusion is None else [diffusion.mask_token_id]
     forbidden = frozenset([*mask, *forbidden_token_ids])
     eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-    if block_size is not None and block_size < 1:
-        raise RequestError(f"block_size is {block_size}; allowed: None or 1 and more")
+    context = config.max_position_embeddings
+    if block_size is not None and not 1 <= block_size <= context:
+        raise RequestError(f"block_size is {block_size}; allowed: 1 to {context}, the context")
     for row, request in enumerate(requests):
-        _check_request(row, request, config, forbidden, has_decode=decode is not None)
+        where = f"request {row}: " if len(requests) > 1 else ""
+        _check_request(where, request, config, forbidden, has_decode=decode is not None)
     decoder = _Decoder(
         model=model,
         decode=decode,
@@ -153,7 +155,7 @@ def generate(
 
 
 def _check_request(
-    row: int,
+    where: str,
     request: GenerationRequest,
     config: ModelConfig,
     forbidden: frozenset[int],
@@ -163,26 +165,26 @@ def _check_request(
     context, prompt = config.max_position_embeddings, request.prompt_ids
     if not 0 < len(prompt) < context:
         raise PromptError(
-            f"request {row}: expected a prompt of 1 to {context - 1} tokens (the context less one "
+            f"{where}expected a prompt of 1 to {context - 1} tokens (the context less one "
             f"token of answer), found {len(prompt)}"
         )
     for position, token_id in enumerate(prompt):
         if token_id in forbidden or not 0 <= token_id < config.vocab_size:
             raise PromptError(
-                f"request {row}: token id {token_id} at position {position} of the prompt is "
-                "reserved or outside the vocabulary; encode the prompt with the model's tokenizer"
+                f"{where}token id {token_id} at position {position} of the prompt is "
+                "reserved or outside the vocabulary; leave it out"
             )
     for token_id in request.sampling.logit_bias:
         if token_id in forbidden or token_id >= config.vocab_size:
             raise RequestError(
-                f"request {row}: logit_bias names token id {token_id}, which is reserved or "
+                f"{where}logit_bias names token id {token_id}, which is reserved or "
                 f"outside the vocabulary of {config.vocab_size}"
             )
     if request.stop and not has_decode:
-        raise RequestError(f"request {row}: stop strings need `decode`, found None")
+        raise RequestError(f"{where}stop strings need `decode`, found None")
     if config.diffusion is None and not isinstance(request.policy, Autoregressive):
         raise RequestError(
-            f"request {row}: policy {request.policy} needs a diffusion model, found an "
+            f"{where}policy {request.policy} needs a diffusion model, found an "
             "autoregressive parent; ask for `autoregressive` or convert the model"
         )
 

@@ -81,7 +81,8 @@ def draw_prefix_lengths(is_token: Tensor, probability: float, generator: torch.G
     """Returns how many tokens at the left of each block stay visible, [B, N].
 
     With the given probability anything from none to all but one, else none. A decoder resolves a
-    block more or less from the left, and masks strewn at random almost never look like that.
+    block more or less from the left. Masks strewn at random almost never look like that, and what
+    still stands to their right often gives away what would have to be computed.
 
     Args:
         is_token: Which positions hold a token, from the block's left, bool [B, N, n].
@@ -114,7 +115,7 @@ def noise_blocks(
         min_level: The lowest level, in [0, 1).
         generator: A CPU generator, the only source of randomness.
         prefix_lengths: Positions at each block's left that stay visible, [B, N]; fewer than the
-            block's tokens. None: none.
+            block's tokens. Everything right of them is masked. None: none.
     """
     if not 0.0 <= min_level < 1.0:
         raise ConfigError(f"min_level must be in [0, 1), found {min_level}")
@@ -124,6 +125,7 @@ def noise_blocks(
     level = (min_level + (1.0 - min_level) * level).to(targets.device)
     can_mask = is_token
     if prefix_lengths is not None:
+        level = level.where(prefix_lengths.to(level.device) == 0, 1.0)
         positions = torch.arange(targets.shape[-1], device=targets.device)
         can_mask = is_token & (positions >= prefix_lengths.unsqueeze(-1))
     # The least of the draws is masked in any case, so that no block is wasted
@@ -153,8 +155,10 @@ def complement(
     masked = is_token & ~noised.masked
     shows_nothing = ~masked.any(dim=-1)
     masked = torch.where(shows_nothing.unsqueeze(-1), noised.masked, masked)
+    # At level 1 nothing was left to chance: a prefix was shown, and just that is masked now.
     # A level near 1 leaves one near 0, but no block with a masked token has less than 1/n of them
-    level = (1.0 - noised.level).clamp(min=1.0 / targets.shape[-1])
+    level = torch.where(noised.level < 1.0, 1.0 - noised.level, masked.float().mean(dim=-1))
+    level = level.clamp(min=1.0 / targets.shape[-1])
     return NoisedBlocks(
         canvas=targets.masked_fill(masked | ~is_token, mask_token_id),
         masked=masked,

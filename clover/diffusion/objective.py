@@ -5,7 +5,7 @@ B: rows, T: tokens in a row, N: blocks in a row, n: tokens in a block, V: vocabu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,6 +14,15 @@ from torch import Tensor
 
 from clover.diffusion.noise import NoisedBlocks
 from clover.errors import ConfigError
+
+# From the weight of this process's tokens to the mean over all processes that share a batch. Divided
+# by it, the mean of the processes' losses is the loss of the whole batch, however uneven their parts
+WeightMean = Callable[[Tensor], Tensor]
+
+
+def own_weight(weight: Tensor) -> Tensor:
+    """Returns the weight itself: the mean of one process alone."""
+    return weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +69,9 @@ class Losses:
     balance: Tensor | None = None
 
 
-def weighted_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+def weighted_cross_entropy(
+    logits: Tensor, targets: Tensor, weights: Tensor, weight_mean: WeightMean = own_weight
+) -> Tensor:
     """Returns the weighted mean of the cross entropy, 0 if all weights are 0.
 
     The mean runs over the whole batch: a token counts the same in a full row and in a short one.
@@ -69,13 +80,15 @@ def weighted_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> 
         logits: [..., V].
         targets: Token ids, [...].
         weights: [...], at least 0. Positions of weight 0 are not computed.
+        weight_mean: Sees the sum of the weights, in every process.
     """
     used = weights > 0
+    chosen = weights[used].float()  # [M]
+    total = weight_mean(chosen.sum())
     if not bool(used.any()):
         return logits.sum() * 0.0
-    chosen = weights[used].float()  # [M]
     losses = F.cross_entropy(logits[used].float(), targets[used], reduction="none")  # [M]
-    return (losses * chosen).sum() / chosen.sum()
+    return (losses * chosen).sum() / total
 
 
 def ar_weights(document_ids: Tensor, is_response: Tensor, prompt_weight: float) -> Tensor:
@@ -88,9 +101,11 @@ def ar_weights(document_ids: Tensor, is_response: Tensor, prompt_weight: float) 
     return F.pad(weights, (0, 1))
 
 
-def ar_loss(logits: Tensor, input_ids: Tensor, weights: Tensor) -> Tensor:
+def ar_loss(
+    logits: Tensor, input_ids: Tensor, weights: Tensor, weight_mean: WeightMean = own_weight
+) -> Tensor:
     """Returns the next-token loss of causal logits [B, T, V], with weights from `ar_weights`."""
-    return weighted_cross_entropy(logits[:, :-1], input_ids[:, 1:], weights[:, :-1])
+    return weighted_cross_entropy(logits[:, :-1], input_ids[:, 1:], weights[:, :-1], weight_mean)
 
 
 def align_canvas_logits(
@@ -115,7 +130,9 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return values[rows.view(-1, *[1] * (index.dim() - 1)), index]
 
 
-def confidence_loss(logits: Tensor, targets: Tensor, masked: Tensor) -> Tensor:
+def confidence_loss(
+    logits: Tensor, targets: Tensor, masked: Tensor, weight_mean: WeightMean = own_weight
+) -> Tensor:
     """Returns the mean entropy of the masked positions that are already predicted rightly.
 
     Sharpens what is right and leaves what is wrong alone, so that more tokens pass a threshold.
@@ -123,31 +140,41 @@ def confidence_loss(logits: Tensor, targets: Tensor, masked: Tensor) -> Tensor:
     """
     chosen = logits[masked].float()  # [M, V]
     right = chosen.argmax(dim=-1) == targets[masked]
+    total = weight_mean(right.sum().float())
     if not bool(right.any()):
         return logits.sum() * 0.0
     log_probs = chosen[right].log_softmax(dim=-1)
-    return -(log_probs.exp() * log_probs).sum(dim=-1).mean()
+    return -(log_probs.exp() * log_probs).sum() / total
 
 
 def distillation_loss(
-    aligned_logits: Tensor, clean_logits: Tensor, block_starts: Tensor, masked: Tensor
+    aligned_logits: Tensor,
+    clean_logits: Tensor,
+    block_starts: Tensor,
+    masked: Tensor,
+    weight_mean: WeightMean = own_weight,
 ) -> Tensor:
     """Returns the mean KL(clean stream || canvas) over masked positions.
 
     The clean stream has read the true tokens left of a position: it teaches how sure one may be of
     it from the left alone. It is detached. 0 if nothing is masked.
     """
+    total = weight_mean(masked.sum().float())
     if not bool(masked.any()):
         return aligned_logits.sum() * 0.0
     offsets = torch.arange(masked.shape[-1], device=masked.device)
     index = (block_starts.unsqueeze(-1) + offsets - 1).clamp(0, clean_logits.shape[1] - 1)
     teacher = gather_rows(clean_logits.detach(), index)[masked].float().log_softmax(dim=-1)
     student = aligned_logits[masked].float().log_softmax(dim=-1)
-    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    return F.kl_div(student, teacher, reduction="sum", log_target=True) / total
 
 
 def load_balancing_loss(
-    router_logits: Sequence[Tensor], is_valid: Tensor, *, num_experts_per_tok: int
+    router_logits: Sequence[Tensor],
+    is_valid: Tensor,
+    *,
+    num_experts_per_tok: int,
+    weight_mean: WeightMean = own_weight,
 ) -> Tensor:
     """Returns how unevenly the experts are used: E sum_e f_e P_e, the mean over layers.
 
@@ -158,17 +185,20 @@ def load_balancing_loss(
 
     Args:
         router_logits: Of each MoE layer, [B, L, E].
-        is_valid: Tokens that count, bool [B, L]; at least one.
+        is_valid: Tokens that count, bool [B, L]; at least one in all processes together.
         num_experts_per_tok: Choices of a token.
+        weight_mean: Sees the number of tokens and of each expert's choices, in every process.
     """
-    losses = []
+    num_tokens = weight_mean(is_valid.sum().float())
+    sums, counts = [], []
     for logits in router_logits:
         probabilities = logits[is_valid].float().softmax(dim=-1)  # [M, E]
-        num_experts = probabilities.shape[-1]
         chosen = probabilities.topk(num_experts_per_tok, dim=-1).indices.flatten()
-        load = chosen.bincount(minlength=num_experts) / len(chosen)  # [E]
-        losses.append(num_experts * (load * probabilities.mean(dim=0)).sum())
-    return torch.stack(losses).mean()
+        sums.append(probabilities.sum(dim=0))
+        counts.append(chosen.bincount(minlength=probabilities.shape[-1]).float())
+    load = weight_mean(torch.stack(counts)) / (num_tokens * num_experts_per_tok)  # [layers, E]
+    means = torch.stack(sums) / num_tokens
+    return load.shape[-1] * (load * means).sum(dim=-1).mean()
 
 
 def diffusion_weights(noised: NoisedBlocks, is_token: Tensor, config: ObjectiveConfig) -> Tensor:
@@ -197,6 +227,7 @@ def two_stream_loss(
     is_token: Tensor,
     noised: NoisedBlocks,
     config: ObjectiveConfig,
+    weight_mean: WeightMean = own_weight,
 ) -> Losses:
     """Returns the canvas's loss, masks and edits in one mean, plus the weighted other parts.
 
@@ -210,21 +241,22 @@ def two_stream_loss(
         is_token: False right of the document's end, [B, N, n].
         noised: What became of them.
         config: Weights.
+        weight_mean: For a batch that several processes share.
     """
     aligned = align_canvas_logits(
         clean_logits, canvas_logits, block_starts, shift_logits=config.shift_logits
     )
     weights = diffusion_weights(noised, is_token, config)
     masked = noised.masked & is_token
-    diffusion = weighted_cross_entropy(aligned, targets, weights)
-    ar = ar_loss(clean_logits, input_ids, clean_weights)
+    diffusion = weighted_cross_entropy(aligned, targets, weights, weight_mean)
+    ar = ar_loss(clean_logits, input_ids, clean_weights, weight_mean)
     total = diffusion + config.ar_weight * ar
     confidence = distillation = None
     if config.confidence_weight > 0:
-        confidence = confidence_loss(aligned, targets, masked)
+        confidence = confidence_loss(aligned, targets, masked, weight_mean)
         total = total + config.confidence_weight * confidence
     if config.distillation_weight > 0:
-        distillation = distillation_loss(aligned, clean_logits, block_starts, masked)
+        distillation = distillation_loss(aligned, clean_logits, block_starts, masked, weight_mean)
         total = total + config.distillation_weight * distillation
     return Losses(
         total=total,

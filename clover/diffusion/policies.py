@@ -16,7 +16,7 @@ from clover.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
-    """Keeps every prediction whose confidence exceeds `threshold`, at least one."""
+    """Keeps every prediction whose confidence exceeds `threshold`, and the leftmost in any case."""
 
     threshold: float = 0.9
 
@@ -104,16 +104,18 @@ def choose_positions(
 
 
 def keep_confident(confidence: Tensor, is_open: Tensor, threshold: float) -> Tensor:
-    """Returns open positions with confidence > threshold, and the most confident in any case.
+    """Returns open positions with confidence > threshold, and the leftmost open one in any case.
+
+    One has to be kept, or decoding would stand still. The leftmost knows everything to its left, as
+    in autoregressive decoding; the most confident may be a guess about how long the text will be.
 
     Args:
         confidence: [..., n], in 0..1.
         is_open: bool [..., n], positions that may be filled.
         threshold: In 0..1.
     """
-    best = confidence.masked_fill(~is_open, -1.0).argmax(-1, keepdim=True)
-    is_best = torch.zeros_like(is_open).scatter(-1, best, True)
-    return ((confidence > threshold) | is_best) & is_open
+    is_leftmost = is_open & (is_open.cumsum(-1) == 1)
+    return ((confidence > threshold) & is_open) | is_leftmost
 
 
 def keep_low_entropy(entropy: Tensor, is_open: Tensor, bound: float) -> Tensor:

@@ -1,27 +1,39 @@
 """Procedural task families: a prompt, tools, a reference reply and a checker. No torch.
 
-Four families: `tool_call` (choose a tool and fill in its parameters), `arithmetic` (columns, as
-thoughts), `lookup` (read a list), `sorting`. A task is a pure function of family, seed and split:
+`FAMILIES` are the four that clover-nano has learned; `ALL_FAMILIES` adds those of the next model.
+docs/tasks.md shows one example of each. A task is a pure function of family, seed and split:
 
     train    what a model learns from
     seen     the same words and schemas, items that "train" never has
     heldout  nouns, parameter names, value words and operands that "train" never has
 
-Whether a word is held out is decided by its hash alone (`words.is_held_out`), in every role. To add
-a family, write a module with `draw(rng, held_out) -> Draft` and name it in `registry`.
+Whether a word is held out is decided by its hash alone (`words.is_held_out`), in every role; for
+wordings, domains and combinations see `parted`. To add a family, write a module of its name with
+`draw(rng, held_out) -> Draft` and name it in `registry`.
 """
 
 from __future__ import annotations
 
-from clover.tasks.registry import DEFAULT_WEIGHTS, FAMILIES, make_task, sample_tasks
-from clover.tasks.task import SPLITS, Task, check_reply
+from clover.tasks.registry import (
+    ALL_FAMILIES,
+    ALL_WEIGHTS,
+    DEFAULT_WEIGHTS,
+    FAMILIES,
+    make_task,
+    sample_tasks,
+)
+from clover.tasks.task import SPLITS, Check, Task, check_reply, matches_reference
 
 __all__ = [
+    "ALL_FAMILIES",
+    "ALL_WEIGHTS",
     "DEFAULT_WEIGHTS",
     "FAMILIES",
     "SPLITS",
+    "Check",
     "Task",
     "check_reply",
     "make_task",
+    "matches_reference",
     "sample_tasks",
 ]

@@ -65,9 +65,7 @@ def _compose(rng: random.Random, table: dict[str, str], what: str, question: str
 
 
 def _answer(table: dict[str, str], asked: list[str]) -> str:
-    if len(asked) == 1:
-        return table.get(asked[0], _UNKNOWN)
-    return "\n".join(f"{key}: {table[key]}" for key in asked)
+    return "\n".join(f"{key}: {table.get(key, _UNKNOWN)}" for key in asked)
 
 
 def _join(words: list[str]) -> str:

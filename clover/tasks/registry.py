@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from clover.chat import Message
 from clover.errors import TaskError
-from clover.tasks import arithmetic, lookup, sorting, tool_call
+from clover.tasks import (
+    arithmetic,
+    expression,
+    extraction,
+    lookup,
+    python_function,
+    sorting,
+    terminal,
+    tool_call,
+    tool_use,
+    word_problem,
+)
 from clover.tasks.task import SPLITS, Draft, Task, belongs_to_seen
 
 _DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
@@ -16,15 +27,32 @@ _DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
     "arithmetic": arithmetic.draw,
     "lookup": lookup.draw,
     "sorting": sorting.draw,
+    "tool_use": tool_use.draw,
+    "expression": expression.draw,
+    "word_problem": word_problem.draw,
+    "extraction": extraction.draw,
+    "python_function": python_function.draw,
+    "terminal": terminal.draw,
 }
-_THINKING = frozenset({"arithmetic"})
+_THINKING = frozenset({"arithmetic", "expression", "word_problem"})
 
-FAMILIES = tuple(_DRAW)
+ALL_FAMILIES = tuple(_DRAW)
+# What clover-nano has learned; ALL_WEIGHTS is for the next model.
+FAMILIES = ("tool_call", "arithmetic", "lookup", "sorting")
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "tool_call": 4.0,
     "arithmetic": 2.0,
     "lookup": 2.0,
     "sorting": 2.0,
+}
+ALL_WEIGHTS: Mapping[str, float] = {
+    **DEFAULT_WEIGHTS,
+    "tool_use": 8.0,
+    "expression": 2.0,
+    "word_problem": 3.0,
+    "extraction": 3.0,
+    "python_function": 3.0,
+    "terminal": 3.0,
 }
 
 
@@ -37,7 +65,7 @@ def make_task(family: str, seed: int, split: str) -> Task:
     Raises:
         TaskError: An unknown family or split.
     """
-    _check("family", family, FAMILIES)
+    _check("family", family, ALL_FAMILIES)
     _check("split", split, SPLITS)
     rng = random.Random(f"{family} {split} {seed}")
     while True:
@@ -47,10 +75,11 @@ def make_task(family: str, seed: int, split: str) -> Task:
     return Task(
         family=family,
         split=split,
-        messages=(Message("user", content=draft.request),),
+        messages=(Message("user", content=draft.request), *draft.turns),
         tools=draft.tools,
         enable_thinking=family in _THINKING,
         reply=draft.reply,
+        check=draft.check,
     )
 
 
@@ -67,7 +96,7 @@ def sample_tasks(
         TaskError: An unknown family or split, or a family without a weight.
     """
     for family in families:
-        _check("family", family, FAMILIES)
+        _check("family", family, ALL_FAMILIES)
         _check("weighted family", family, tuple(weights))
     rng = random.Random(f"sample {split} {seed}")
     shares = list(itertools.accumulate(weights[family] for family in families))

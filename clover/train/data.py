@@ -6,15 +6,17 @@ A source is a pure function from an index to a document, so that a counter is al
 from __future__ import annotations
 
 import json
+import mmap
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from clover.chat import ChatTemplate, Message, render_reply
-from clover.errors import CloverError, TrainingError
+from clover.errors import CloverError, TrainingInputError
 from clover.tasks import DEFAULT_WEIGHTS, FAMILIES, Task, make_task
 from clover.tokenizer import Tokenizer
 
@@ -33,7 +35,7 @@ class Document:
     def __post_init__(self) -> None:
         """Checks that both parts exist: a reply's first token is predicted from its prompt."""
         if not self.prompt_ids or not self.response_ids:
-            raise TrainingError(
+            raise TrainingInputError(
                 f"a document needs a prompt and a response, found {len(self.prompt_ids)} and "
                 f"{len(self.response_ids)} tokens"
             )
@@ -124,36 +126,80 @@ class ChatFileSource:
 
     A line is {"messages": [...], "tools": [...]}, both as in the OpenAI API, and optionally
     "enable_thinking". Every assistant turn becomes a document of its own.
+
+    The file may be larger than memory: kept is where each document lies, a few integers, and a
+    document is read and tokenized when it is asked for.
     """
 
     def __init__(self, path: Path, encoder: DocumentEncoder, *, seed: int = 0) -> None:
-        """Reads the whole file.
+        """Reads the whole file once, to find its chats and check their form.
 
         Raises:
-            TrainingError: A line is not such a chat; the message names it.
+            TrainingInputError: A line is not such a chat; the message names it.
         """
-        self._documents = [
-            document
-            for number, line in enumerate(read_lines(path), start=1)
-            if line.strip()
-            for document in _encode_line(line, f"{path}, line {number}", encoder)
-        ]
-        if not self._documents:
-            raise TrainingError(f"{path} holds no chat: expected one JSON object a line")
-        self._seed = seed
+        self._path, self._encoder, self._seed = path, encoder, seed
+        self._bytes = map_file(path)
+        self._line_starts = array("Q")  # byte offsets
+        self._lines, self._turns = array("L"), array("L")  # of each document
+        start = 0
+        while start < len(self._bytes):
+            end = self._bytes.find(b"\n", start) + 1 or len(self._bytes)
+            self._line_starts.append(start)
+            self._add_line(len(self._line_starts) - 1)
+            start = end
+        if not self._lines:
+            raise TrainingInputError(f"{path} holds no chat: expected one JSON object a line")
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def __len__(self) -> int:
         """Number of documents of one epoch."""
-        return len(self._documents)
+        return len(self._lines)
 
     def document(self, index: int) -> Document:
-        """Returns the document of an index."""
-        epoch, place = divmod(index, len(self._documents))
-        return self._documents[self._order(epoch)[place]]
+        """Returns the document of an index.
 
-    def _shuffle(self, epoch: int) -> list[int]:
-        order = list(range(len(self._documents)))
+        Raises:
+            TrainingInputError: The chat cannot be rendered; the message names its line.
+        """
+        epoch, place = divmod(index, len(self))
+        number = self._order(epoch)[place]
+        line, turn = self._lines[number], self._turns[number]
+        chat = _parse_chat(self._line(line), self._where(line))
+        try:
+            return self._encoder.encode(
+                chat.messages[:turn],
+                chat.messages[turn],
+                tools=chat.tools,
+                enable_thinking=chat.enable_thinking,
+            )
+        except CloverError as error:
+            raise TrainingInputError(f"{self._where(line)}: {error}") from error
+
+    def _add_line(self, line: int) -> None:
+        text = self._line(line)
+        if not text.strip():
+            return
+        chat = _parse_chat(text, self._where(line))
+        turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
+        if not turns:
+            raise TrainingInputError(f"{self._where(line)}: no assistant turn to learn from")
+        if turns[0] == 0:
+            raise TrainingInputError(
+                f"{self._where(line)}: expected at least one message before the assistant's first"
+            )
+        self._lines.extend([line] * len(turns))
+        self._turns.extend(turns)
+
+    def _line(self, line: int) -> bytes:
+        starts = self._line_starts
+        end = starts[line + 1] if line + 1 < len(starts) else self._bytes.find(b"\n", starts[line])
+        return self._bytes[starts[line] : end if end >= 0 else len(self._bytes)]
+
+    def _where(self, line: int) -> str:
+        return f"{self._path}, line {line + 1}"
+
+    def _shuffle(self, epoch: int) -> array[int]:
+        order = array("L", range(len(self)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
@@ -162,66 +208,74 @@ def check_weights(weights: Mapping[str, float] | None) -> tuple[list[str], list[
     """Returns families and their weights, by default those of `clover.tasks`.
 
     Raises:
-        TrainingError: An unknown family, a negative weight, or no positive one.
+        TrainingInputError: An unknown family, a negative weight, or no positive one.
     """
     weights = weights if weights is not None else DEFAULT_WEIGHTS
     unknown = sorted(set(weights) - set(FAMILIES))
     if unknown:
-        raise TrainingError(f"unknown task families {unknown}: expected some of {list(FAMILIES)}")
+        raise TrainingInputError(
+            f"unknown task families {unknown}: expected some of {list(FAMILIES)}"
+        )
     if any(weight < 0 for weight in weights.values()) or not any(weights.values()):
-        raise TrainingError(f"family weights must be >= 0 and not all 0, found {dict(weights)}")
+        raise TrainingInputError(
+            f"family weights must be >= 0 and not all 0, found {dict(weights)}"
+        )
     # Sorted, so that equal weights in another order draw the same families
     families = sorted(weights)
     return families, [weights[family] for family in families]
 
 
-def read_lines(path: Path) -> list[str]:
-    """Returns the lines of a text file.
+def map_file(path: Path) -> mmap.mmap | bytes:
+    """Returns a file's bytes, read from disk where they are looked at.
 
     Raises:
-        TrainingError: The file cannot be read.
+        TrainingInputError: The file cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TrainingError(f"cannot read training data {path}: {error}") from error
+        with path.open("rb") as file:
+            if not path.stat().st_size:  # an empty file cannot be mapped
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise TrainingInputError(f"cannot read training data {path}: {error}") from error
 
 
-def _encode_line(line: str, where: str, encoder: DocumentEncoder) -> Iterator[Document]:
-    """Yields a document for each assistant turn of a chat."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chat:
+    messages: list[Message]
+    tools: list[Any]
+    enable_thinking: bool
+
+
+def _parse_chat(line: bytes, where: str) -> _Chat:
+    """Returns the chat of a line; `where` names the line in errors."""
     try:
         chat = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TrainingError(f"{where}: not JSON: {error}") from error
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise TrainingInputError(f"{where}: not JSON: {error}") from error
     messages, tools, enable_thinking = _check_chat(chat, where)
     try:
-        turns = [Message.from_dict(message) for message in messages]
-        for number, turn in enumerate(turns):
-            if turn.role == "assistant":
-                yield encoder.encode(
-                    turns[:number], turn, tools=tools, enable_thinking=enable_thinking
-                )
+        parsed = [Message.from_dict(message) for message in messages]
     except CloverError as error:
-        raise TrainingError(f"{where}: {error}") from error
-    if not any(turn.role == "assistant" for turn in turns):
-        raise TrainingError(f"{where}: no assistant turn to learn from")
+        raise TrainingInputError(f"{where}: {error}") from error
+    return _Chat(messages=parsed, tools=tools, enable_thinking=enable_thinking)
 
 
 def _check_chat(chat: Any, where: str) -> tuple[list[Any], list[Any], bool]:
     """Returns messages, tools and whether to think."""
     if not isinstance(chat, dict):
-        raise TrainingError(f"{where}: expected an object, found {type(chat).__name__}")
+        raise TrainingInputError(f"{where}: expected an object, found {type(chat).__name__}")
     unknown = sorted(set(chat) - {"messages", "tools", "enable_thinking"})
     if unknown:
-        raise TrainingError(
+        raise TrainingInputError(
             f"{where}: unknown keys {unknown}: expected messages, tools, enable_thinking"
         )
     messages, tools = chat.get("messages"), chat.get("tools") or []
     if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise TrainingError(f"{where}: expected a list of objects at 'messages'")
+        raise TrainingInputError(f"{where}: expected a list of objects at 'messages'")
     if not isinstance(tools, list) or not all(isinstance(item, dict) for item in tools):
-        raise TrainingError(f"{where}: expected a list of objects at 'tools'")
+        raise TrainingInputError(f"{where}: expected a list of objects at 'tools'")
     enable_thinking = chat.get("enable_thinking", True)
     if not isinstance(enable_thinking, bool):
-        raise TrainingError(f"{where}: expected true or false at 'enable_thinking'")
+        raise TrainingInputError(f"{where}: expected true or false at 'enable_thinking'")
     return messages, tools, enable_thinking

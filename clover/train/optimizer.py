@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from clover.errors import TrainingError
+from clover.train.parallel import local_part, local_tensor, whole_matrices
 
 OptimizerName = Literal["muon", "adamw"]
 
@@ -24,6 +25,9 @@ NEWTON_SCHULZ_STEPS = 5
 # Scales an orthogonal update to the RMS of an AdamW update (Liu et al., arXiv 2502.16982), so that
 # both optimizers share one learning rate
 MUON_RMS = 0.2
+# Matrices of one shape are orthogonalised together, up to so many numbers (1 GiB in fp32): enough to
+# hide the overhead of small ones, few enough that large ones need little memory beside the weights
+MAX_STACKED_ELEMENTS = 2**28
 
 # What conversion adds to a parent: starts from nothing, so it may want to move faster
 DIFFUSION_NAMES = (
@@ -75,7 +79,10 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised; for matrices and stacks of matrices [E, rows, columns]."""
+    """Nesterov momentum, orthogonalised; for matrices and stacks of matrices [E, rows, columns].
+
+    Sharded parameters give the update of whole ones: see `whole_matrices`.
+    """
 
     def __init__(
         self, params: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float
@@ -92,13 +99,15 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
-            for parameters in by_shape.values():
-                self._update(
-                    parameters,
-                    lr=group["lr"],
-                    momentum=group["momentum"],
-                    weight_decay=group["weight_decay"],
-                )
+            for shape, parameters in by_shape.items():
+                count = max(1, MAX_STACKED_ELEMENTS // shape.numel())
+                for start in range(0, len(parameters), count):
+                    self._update(
+                        parameters[start : start + count],
+                        lr=group["lr"],
+                        momentum=group["momentum"],
+                        weight_decay=group["weight_decay"],
+                    )
 
     def _update(
         self, parameters: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float
@@ -111,12 +120,13 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            updates.append(gradient.lerp(buffer, momentum))
+            updates.append(whole_matrices(gradient.lerp(buffer, momentum)))
         scale = MUON_RMS * max(parameters[0].shape[-2:]) ** 0.5
         directions = newton_schulz(torch.stack(updates))
         for parameter, direction in zip(parameters, directions, strict=True):
-            parameter.mul_(1 - lr * weight_decay)
-            parameter.add_(direction, alpha=-lr * scale)
+            weights = local_tensor(parameter)
+            weights.mul_(1 - lr * weight_decay)
+            weights.add_(local_part(direction, parameter), alpha=-lr * scale)
 
 
 def classify(name: str, parameter: Tensor) -> Literal["diffusion", "matrix", "other"]:

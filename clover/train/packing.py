@@ -6,12 +6,14 @@ B: rows, T: tokens in a row, N: blocks in a row, n: tokens in a block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from clover.errors import TrainingError
+from clover.diffusion.noise import NoisedBlocks
+from clover.errors import TrainingInputError
 from clover.train.data import Document, DocumentSource
 
 # Documents that may wait for a later batch because no row had room left: enough to fill the rows
@@ -95,6 +97,9 @@ class Blocks:
         )
 
 
+_BlockTensors = TypeVar("_BlockTensors", Blocks, NoisedBlocks)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackerState:
     """Where in its source a packer is: enough to go on from there."""
@@ -115,7 +120,7 @@ def pack_rows(rows: Sequence[Sequence[Document]], *, row_length: int, pad_token_
         for number, document in enumerate(documents):
             end = start + len(document)
             if end > row_length:
-                raise TrainingError(f"row {row} needs {end} tokens, it has {row_length}")
+                raise TrainingInputError(f"row {row} needs {end} tokens, it has {row_length}")
             response_start = start + len(document.prompt_ids)
             tokens = torch.tensor(document.prompt_ids + document.response_ids)
             input_ids[row, start:end] = tokens
@@ -190,7 +195,7 @@ class Packer:
 
     def _check_skipped(self, in_a_row: int, document: Document) -> None:
         if in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
+            raise TrainingInputError(
                 f"{in_a_row} documents in one batch are longer than row_length "
                 f"{self._row_length} (the last has {len(document)} tokens): make rows longer"
             )
@@ -202,13 +207,13 @@ def pack_all(
     """Returns batches that hold every document, in order (first rows that have room).
 
     Raises:
-        TrainingError: A document is longer than a row.
+        TrainingInputError: A document is longer than a row.
     """
     rows: list[list[Document]] = []
     free: list[int] = []
     for document in documents:
         if len(document) > row_length:
-            raise TrainingError(
+            raise TrainingInputError(
                 f"a document of {len(document)} tokens does not fit into a row of {row_length}"
             )
         row = best_fit(free, len(document))
@@ -222,6 +227,25 @@ def pack_all(
         pack_rows(rows[i : i + num_rows], row_length=row_length, pad_token_id=pad_token_id)
         for i in range(0, len(rows), num_rows)
     ]
+
+
+def share_blocks(
+    blocks: Blocks, noised: NoisedBlocks, rank: int, world_size: int
+) -> tuple[Blocks, NoisedBlocks]:
+    """Returns the blocks of the rows that `Batch.share` gives one process, unused slots left out."""
+    starts = blocks.starts[rank::world_size]
+    is_used = (starts >= 0).any(dim=0)
+    is_used[0] = True  # rows without a single block still go through the model
+    return (
+        _take(blocks, slice(rank, None, world_size), is_used),
+        _take(noised, slice(rank, None, world_size), is_used),
+    )
+
+
+def _take(part: _BlockTensors, rows: slice, slots: Tensor) -> _BlockTensors:
+    """Returns some rows and slots of a dataclass of tensors [B, N, ...]."""
+    tensors = {item.name: getattr(part, item.name)[rows][:, slots] for item in fields(part)}
+    return replace(part, **tensors)
 
 
 def cut_blocks(batch: Batch, block_size: int, *, skips: Sequence[int] | None = None) -> Blocks:

@@ -5,6 +5,7 @@ The same run, cut anywhere and resumed, ends with the same weights bit for bit (
 
 from __future__ import annotations
 
+import math
 import resource
 import signal
 import time
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clover.config import ModelConfig, MoeConfig
+from clover.config import ModelConfig, MoeConfig, config_to_dict
 from clover.diffusion.generate import reserved_token_ids
 from clover.diffusion.noise import (
     EditConfig,
@@ -40,20 +41,31 @@ from clover.diffusion.objective import (
     load_balancing_loss,
     two_stream_loss,
 )
-from clover.errors import ConfigError, TrainingError
+from clover.errors import ConfigError, TrainingError, TrainingInputError
 from clover.model.moe import record_router_logits
 from clover.model.transformer import CloverForCausalLM
 from clover.train import parallel
 from clover.train.data import Document, DocumentSource
-from clover.train.evaluation import EvalResult, evaluate
+from clover.train.evaluation import evaluate
+from clover.train.events import EvalEvent, SaveEvent, StepEvent, SummaryEvent, TrainEvent
 from clover.train.optimizer import OptimizerConfig, Optimizers, WeightAverage
-from clover.train.packing import Batch, Blocks, Packer, PackerState, cut_blocks
-from clover.train.state import SavedState, load_state, save_state
+from clover.train.packing import Batch, Blocks, Packer, PackerState, cut_blocks, share_blocks
+from clover.train.parallel import Parallelism
+from clover.train.run_files import MetricsFile, write_run_file
+from clover.train.state import (
+    SavedState,
+    load_sharded_state,
+    load_state,
+    save_sharded_state,
+    save_state,
+)
 
 Validation = Mapping[str, Sequence[Document]]
 
 # Fields that may change when a run is resumed: they do not change what is learned
-_FREE_FIELDS = frozenset({"out", "log_every", "eval_every", "save_every"})
+_FREE_FIELDS = frozenset(
+    {"out", "log_every", "eval_every", "save_every", "activation_checkpointing"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +84,10 @@ class TrainConfig:
 
     `num_token_ids` is the tokenizer's length. Where the model's vocabulary goes on, rows are padding
     and never drawn; it is needed by what draws tokens.
+
+    Scale: `parallelism`, see `clover.train.parallel`; `activation_checkpointing`, see `Decoder`.
+    A sharded model has no average and no edits that it draws itself; checkpointing excludes
+    `losses.balance_weight`.
     """
 
     objective: Literal["ar", "two_stream"]
@@ -96,6 +112,8 @@ class TrainConfig:
     edits: EditConfig = field(default_factory=EditConfig)
     coreset_anneal_fraction: float = 0.0
     num_token_ids: int | None = None
+    parallelism: Parallelism = "ddp"
+    activation_checkpointing: bool = False
     out: Path | None = None
     log_every: int = 10
     eval_every: int = 500
@@ -126,51 +144,22 @@ class TrainConfig:
             raise ConfigError(
                 "edits draw tokens: num_token_ids must be set to the tokenizer's length"
             )
+        is_sharded = self.parallelism == "fsdp"
+        if is_sharded and self.ema_decay > 0:
+            raise ConfigError(
+                "ema_decay must be 0 with parallelism 'fsdp': it averages whole models"
+            )
+        if is_sharded and self.edits.probability > 0 and self.edits.model_share > 0:
+            raise ConfigError(
+                "edits.model_share must be 0 with parallelism 'fsdp': a preview needs a whole model"
+            )
+        if self.activation_checkpointing and self.losses.balance_weight > 0:
+            raise ConfigError(
+                "losses.balance_weight must be 0 with activation_checkpointing: routers that run "
+                "twice would be counted twice"
+            )
         if not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, found {self.max_grad_norm}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepEvent:
-    """Means over the steps since the last such event. `step` counts finished steps."""
-
-    step: int
-    losses: Mapping[str, float]
-    learning_rate: float
-    grad_norm: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalEvent:
-    """An evaluation of one validation set."""
-
-    step: int
-    name: str
-    result: EvalResult
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveEvent:
-    """The run's state was written."""
-
-    step: int
-    path: Path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SummaryEvent:
-    """The run's end, or its interruption. Tokens and seconds of this process alone."""
-
-    step: int
-    is_finished: bool
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    peak_memory_bytes: int
-
-
-TrainEvent = StepEvent | EvalEvent | SaveEvent | SummaryEvent
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
@@ -272,7 +261,10 @@ def train(
     run = _Run(model, config, source, on_event, validation or {})
     if resume:
         run.load()
-    with training_precision(config.precision, model.device), stop_on_signal() as is_stopped:
+    run.keep_record()
+    # A sharded model computes in bf16 by its own policy
+    precision = "fp32" if parallel.is_sharded(model) else config.precision
+    with training_precision(precision, model.device), stop_on_signal() as is_stopped:
         return run.loop(is_stopped)
 
 
@@ -288,33 +280,38 @@ class _Run:
         validation: Validation,
     ) -> None:
         _check_model(model, config)
+        if config.parallelism == "fsdp":
+            parallel.shard_model(model, config.precision)
+        model.model.activation_checkpointing = config.activation_checkpointing
         self.model, self.config, self.source = model, config, source
         self.on_event = on_event if parallel.rank() == 0 else lambda event: None
         self.validation = validation
         self.optimizers = Optimizers(model, config.optimizer)
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay > 0 else None
         self.step = 0
+        self.saved_at: int | None = None
         self.data_state = PackerState()
         self.meter = _Meter()
 
     def loop(self, is_stopped: Callable[[], bool]) -> SummaryEvent:
         """Steps until the end or a signal."""
-        config, saved_at = self.config, -1
-        packer, stop = self._packer(), False
+        config, packer, stop = self.config, self._packer(), False
         # Several processes agree on stopping with the next gradients; one may stop at once
         is_alone = parallel.world_size() == 1
         while self.step < config.steps and not stop and not (is_alone and is_stopped()):
-            batch = packer.next_batch().share(parallel.rank(), parallel.world_size())
-            stop = self._take_step(batch.to(self.model.device), wants_stop=is_stopped())
+            batch = packer.next_batch().to(self.model.device)
+            stop = self._take_step(batch, wants_stop=is_stopped())
             self.data_state = packer.state
             if self.step % config.log_every == 0 or self.step == config.steps:
-                self.on_event(self.meter.flush(self.step))
+                self.on_event(self.meter.flush(self.step, config.steps))
             is_last = self.step == config.steps
-            if parallel.rank() == 0 and (self.step % config.eval_every == 0 or is_last):
+            # The pass through a sharded model needs every process
+            is_here = parallel.rank() == 0 or parallel.is_sharded(self.model)
+            if is_here and (self.step % config.eval_every == 0 or is_last):
                 self._evaluate()
             if self.step % config.save_every == 0:
-                saved_at = self._save()
-        if saved_at != self.step:
+                self._save()
+        if self.saved_at != self.step:
             self._save()
         if self.average is not None:
             self.average.copy_to_model()
@@ -325,9 +322,14 @@ class _Run:
     def load(self) -> None:
         """Takes over model, optimizers and counters from `config.out`."""
         if self.config.out is None:
-            raise TrainingError("cannot resume a run that has no out folder")
-        state = load_state(self.config.out)
-        _check_same_run(state.progress["config"], self.config)
+            raise TrainingInputError("cannot resume a run that has no out folder")
+        if parallel.is_sharded(self.model):
+            parameters = dict(self.model.named_parameters())
+            state = load_sharded_state(self.config.out, parameters)
+        else:
+            state = load_state(self.config.out)
+        progress = state.progress
+        _check_same_run(progress["config"], self.config)
         _load_parameters(self.model, state.model)
         device = self.model.device
         self.optimizers.load_state_tensors(
@@ -335,9 +337,28 @@ class _Run:
         )
         if self.average is not None:
             self.average.load(state.average)
-        self.step = state.progress["step"]
-        data = state.progress["data"]
+        self.step = self.saved_at = progress["step"]
+        data = progress["data"]
         self.data_state = PackerState(**data | {"waiting": tuple(data["waiting"])})
+
+    def keep_record(self) -> None:
+        """Writes run.json, and from now on every event to metrics.jsonl, if the run has a folder."""
+        folder, on_event = self.config.out, self.on_event
+        if folder is None or parallel.rank() != 0:
+            return
+        metrics = MetricsFile(folder, self.step)
+        write_run_file(
+            folder,
+            config=asdict(self.config),
+            model=config_to_dict(self.model.config),
+            step=self.step,
+        )
+
+        def record(event: TrainEvent) -> None:
+            metrics.write(event)
+            on_event(event)
+
+        self.on_event = record
 
     def _packer(self) -> Packer:
         return Packer(
@@ -353,25 +374,36 @@ class _Run:
         self.model.train()
         factor = learning_rate_factor(self.step, self.config)
         losses = batch_losses(self.model, batch, self.config, self.step)
-        if not bool(losses.total.isfinite()):
-            raise TrainingError(
-                f"the loss of step {self.step} is {float(losses.total.detach())}: lower the "
-                "learning rate or resume from the last saved state"
-            )
+        values, stop = self._agree(losses, wants_stop=wants_stop)
         losses.total.backward()
-        stop = parallel.average_gradients(list(self.model.parameters()), wants_stop=wants_stop)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        parameters = list(self.model.parameters())
+        if not parallel.is_sharded(self.model):
+            parallel.average_gradients(parameters)
+        norm = parallel.clip_gradients(parameters, self.config.max_grad_norm)
         self.optimizers.step(factor)
         self.step += 1
         if self.average is not None:
             self.average.update(self.step)
-        self.meter.add(
-            losses,
-            float(norm),
-            factor * self.config.optimizer.learning_rate,
-            batch.num_tokens * parallel.world_size(),
-        )
+        rate = factor * self.config.optimizer.learning_rate
+        self.meter.add(values, norm, rate, batch.num_tokens)
         return stop
+
+    def _agree(self, losses: Losses, *, wants_stop: bool) -> tuple[dict[str, float], bool]:
+        """Returns the losses of the whole batch, and whether any process wants to stop.
+
+        Both travel together, so that all processes stop, or fail, at the same step.
+        """
+        parts = {item.name: getattr(losses, item.name) for item in fields(losses)}
+        parts = {name: value.detach() for name, value in parts.items() if value is not None}
+        wish = losses.total.new_tensor(float(wants_stop))
+        means = parallel.mean_over_processes(torch.stack([*parts.values(), wish])).tolist()
+        values = dict(zip(parts, means, strict=False))
+        if not math.isfinite(values["total"]):
+            raise TrainingError(
+                f"the loss of step {self.step} is {values['total']}: lower the "
+                "learning rate or resume from the last saved state"
+            )
+        return values, means[-1] > 0
 
     def _evaluate(self) -> None:
         started = time.monotonic()
@@ -389,36 +421,43 @@ class _Run:
             self.on_event(EvalEvent(step=self.step, name=name, result=result))
         self.meter.pause(time.monotonic() - started)
 
-    def _save(self) -> int:
-        """Writes the state, if there is a place for it, and returns its step."""
-        if self.config.out is not None and parallel.rank() == 0:
-            progress = {
-                "step": self.step,
-                "data": asdict(self.data_state),
-                "config": config_to_json(self.config),
-            }
-            state = SavedState(
-                model={name: p.detach() for name, p in self.model.named_parameters()},
-                optimizer=self.optimizers.state_tensors(),
-                progress=progress,
-                average={} if self.average is None else self.average.tensors,
-            )
-            path = save_state(self.config.out, state)
-            self.on_event(SaveEvent(step=self.step, path=path))
-        return self.step
+    def _save(self) -> None:
+        """Writes the state, if there is a place for it."""
+        is_sharded = parallel.is_sharded(self.model)
+        if self.config.out is None or not (is_sharded or parallel.rank() == 0):
+            return
+        progress = {
+            "step": self.step,
+            "data": asdict(self.data_state),
+            "config": config_to_json(self.config),
+        }
+        state = SavedState(
+            model={name: p.detach() for name, p in self.model.named_parameters()},
+            optimizer=self.optimizers.state_tensors(),
+            progress=progress,
+            average={} if self.average is None else self.average.tensors,
+        )
+        path = (save_sharded_state if is_sharded else save_state)(self.config.out, state)
+        self.saved_at = self.step
+        self.on_event(SaveEvent(step=self.step, path=path))
 
 
 def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int) -> Losses:
-    """Returns the losses of one batch, noised as `draw_canvases` says."""
+    """Returns the losses of this process's share of a batch; their mean is that of the whole batch.
+
+    Noise is drawn for all rows, whoever takes them, as `draw_canvases` says.
+    """
+    share = parallel.rank(), parallel.world_size()
+    whole, batch = batch, batch.share(*share)
     clean_weights = ar_weights(batch.document_ids, batch.is_response, config.losses.prompt_weight)
     records_routers = config.losses.balance_weight > 0
     if config.objective == "ar":
         with record_router_logits(model, enabled=records_routers) as router_logits:
             logits = model(batch.input_ids, document_ids=batch.document_ids)
-        loss = ar_loss(logits, batch.input_ids, clean_weights)
+        loss = ar_loss(logits, batch.input_ids, clean_weights, parallel.mean_over_processes)
         losses = Losses(total=loss, ar=loss)
         return _add_balance(losses, router_logits, batch.document_ids >= 0, model.config, config)
-    blocks, noised = draw_canvases(model, batch, config, step)
+    blocks, noised = share_blocks(*draw_canvases(model, whole, config, step), *share)
     with record_router_logits(model, enabled=records_routers) as router_logits:
         clean_logits, canvas_logits = model.two_stream(
             batch.input_ids,
@@ -437,6 +476,7 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
         is_token=blocks.is_token,
         noised=noised,
         config=config.losses,
+        weight_mean=parallel.mean_over_processes,
     )
     is_valid = torch.cat([batch.document_ids >= 0, blocks.is_used.flatten(1)], dim=1)
     return _add_balance(losses, router_logits, is_valid, model.config, config)
@@ -445,17 +485,16 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
 def draw_canvases(
     model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int
 ) -> tuple[Blocks, NoisedBlocks]:
-    """Returns the blocks of a step and their canvases.
+    """Returns the blocks of a step and their canvases, those of all processes.
 
     They depend on the seed and the step alone, tokens that the model draws also on its weights.
     """
     assert model.config.diffusion is not None
     mask_token_id = model.config.diffusion.mask_token_id
-    # All processes of a data-parallel run take one block size, each draws its own noise
     block_size = choose_block_size(
         config.block_sizes, counter_generator(config.seed, step, "block size")
     )
-    generator = counter_generator(config.seed, step, f"noise {parallel.rank()}")
+    generator = counter_generator(config.seed, step, "noise")
     skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
     blocks = cut_blocks(batch, block_size, skips=skips)
     if not config.complementary_masks:
@@ -482,7 +521,7 @@ def draw_canvases(
             mask_token_id=mask_token_id,
             text_ids=text_ids,
             predict=predict,
-            generator=counter_generator(config.seed, step, f"edits {parallel.rank()}"),
+            generator=counter_generator(config.seed, step, "edits"),
         )
     return blocks, noised
 
@@ -524,7 +563,10 @@ def _add_balance(
         return losses
     assert isinstance(model.mlp, MoeConfig)
     balance = load_balancing_loss(
-        router_logits, is_valid, num_experts_per_tok=model.mlp.num_experts_per_tok
+        router_logits,
+        is_valid,
+        num_experts_per_tok=model.mlp.num_experts_per_tok,
+        weight_mean=parallel.mean_over_processes,
     )
     total = losses.total + config.losses.balance_weight * balance
     return replace(losses, total=total, balance=balance)
@@ -554,21 +596,25 @@ def config_to_json(config: TrainConfig) -> dict[str, Any]:
 def _check_model(model: CloverForCausalLM, config: TrainConfig) -> None:
     limit = model.config.max_position_embeddings
     if config.row_length > limit:
-        raise TrainingError(f"row_length {config.row_length} is above the model's {limit}")
+        raise TrainingInputError(f"row_length {config.row_length} is above the model's {limit}")
     if config.losses.balance_weight > 0 and not isinstance(model.config.mlp, MoeConfig):
-        raise TrainingError("losses.balance_weight is above 0, but a dense model has no routers")
+        raise TrainingInputError(
+            "losses.balance_weight is above 0, but a dense model has no routers"
+        )
     if config.objective == "ar":
         return
     diffusion = model.config.diffusion
     if diffusion is None:
-        raise TrainingError("the two_stream objective needs a Clover model: convert the parent")
+        raise TrainingInputError(
+            "the two_stream objective needs a Clover model: convert the parent"
+        )
     if diffusion.shift_logits != config.losses.shift_logits:
-        raise TrainingError(
+        raise TrainingInputError(
             f"losses.shift_logits is {config.losses.shift_logits}, the model's config says "
             f"{diffusion.shift_logits}: they must agree"
         )
     if config.coreset_anneal_fraction > 0 and diffusion.expert_coreset_size is None:
-        raise TrainingError(
+        raise TrainingInputError(
             "coreset_anneal_fraction is above 0, but the model has no expert_coreset_size to end at"
         )
 
@@ -581,7 +627,9 @@ def _load_parameters(model: CloverForCausalLM, saved: Mapping[str, Tensor]) -> N
     saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if shapes != saved_shapes:
         differing = sorted(dict(shapes.items() ^ saved_shapes.items()))
-        raise TrainingError(f"the saved state is of another model: it differs in {differing[:3]}")
+        raise TrainingInputError(
+            f"the saved state is of another model: it differs in {differing[:3]}"
+        )
     for name, tensor in saved.items():
         parameters[name].copy_(tensor)
 
@@ -589,6 +637,7 @@ def _load_parameters(model: CloverForCausalLM, saved: Mapping[str, Tensor]) -> N
 def _check_same_run(saved: Mapping[str, Any], config: TrainConfig) -> None:
     """Compares a run with a saved one; a field that the older one did not know had its default."""
     defaults = config_to_json(TrainConfig(objective=config.objective, steps=config.steps))
+    del defaults["parallelism"]  # a run older than this field drew its noise in another way
     saved, current = _with_defaults(saved, defaults), config_to_json(config)
     changed = [
         f"{name} was {saved.get(name)!r}, is {current.get(name)!r}"
@@ -596,7 +645,10 @@ def _check_same_run(saved: Mapping[str, Any], config: TrainConfig) -> None:
         if saved.get(name) != current.get(name)
     ]
     if changed:
-        raise TrainingError(f"the saved state is of another run: {'; '.join(changed)}")
+        raise TrainingInputError(
+            f"the saved state is of another run: {'; '.join(changed)}; give the same options, or "
+            "another folder"
+        )
 
 
 def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -621,12 +673,11 @@ class _Meter:
         self._learning_rate = 0.0
         self._norms: list[float] = []
 
-    def add(self, losses: Losses, norm: float, learning_rate: float, tokens: int) -> None:
+    def add(
+        self, losses: Mapping[str, float], norm: float, learning_rate: float, tokens: int
+    ) -> None:
         """Adds a step."""
-        values: dict[str, Tensor | None] = {
-            item.name: getattr(losses, item.name) for item in fields(losses)
-        }
-        self._rows.append({k: float(v.detach()) for k, v in values.items() if v is not None})
+        self._rows.append(dict(losses))
         self._norms.append(norm)
         self._learning_rate = learning_rate
         self._tokens += tokens
@@ -636,12 +687,13 @@ class _Meter:
         """Leaves seconds out of the next speed."""
         self._paused += seconds
 
-    def flush(self, step: int) -> StepEvent:
+    def flush(self, step: int, num_steps: int) -> StepEvent:
         """Returns the means since the last flush."""
         now = time.monotonic()
         seconds = max(now - self._flushed - self._paused, 1e-9)
         event = StepEvent(
             step=step,
+            num_steps=num_steps,
             losses={
                 name: sum(row[name] for row in self._rows) / len(self._rows)
                 for name in self._rows[0]

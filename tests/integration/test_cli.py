@@ -144,7 +144,7 @@ def test_the_surface_is_what_the_readme_says() -> None:
         "generate": knobs | {"--raw", "--examples", "--compare", "--parent", "--json"},
         "chat": knobs,
         "convert": {"--block-size", "--mask-token-id", "--coreset", "--no-shift", "--force"},
-        "inspect": {"--json"},
+        "inspect": {"--json", "--training", "--gpus"},
         "train": {
             *(
                 "--recipe",
@@ -156,10 +156,15 @@ def test_the_surface_is_what_the_readme_says() -> None:
                 "--rows",
                 "--row-length",
             ),
-            *("--learning-rate", "--seed", "--device"),
+            *("--learning-rate", "--seed", "--device", "--save-every"),
+            *("--parallelism", "--activation-checkpointing"),
         },
+        "plot": {"--image"},
     }
     group = typer.main.get_command(app)
+    commands = dict(group.commands)  # type: ignore[attr-defined]
+    training = commands.pop("train").commands
+    commands |= {"train": training["run"], "plot": training["plot"]}
     found = {
         name: {
             option
@@ -167,7 +172,7 @@ def test_the_surface_is_what_the_readme_says() -> None:
             for option in (*parameter.opts, *parameter.secondary_opts)
             if option.startswith("-")
         }
-        for name, command in group.commands.items()  # type: ignore[attr-defined]
+        for name, command in commands.items()
     }
     assert found == expected
 
@@ -258,6 +263,7 @@ def test_a_stop_string_ends_the_text_before_it(run: Run, folders: Folders) -> No
         (("inspect", "no-such-folder"), "no-such-folder"),
         (("convert", "no-such-folder", "out"), "no-such-folder"),
         (("train", "out"), "--recipe or --data"),
+        (("train", "out", "--data", "x.jsonl", "--parallelism", "zero"), "'zero'"),
         (("train", "out", "--recipe", "nano.dream"), "nano.dream"),
         (("train", "out", "--recipe", "nano.parent", "--steps", "1000"), "--steps"),
         (("train", "out", "--data", "no-such.jsonl", "-m", "no-such-folder"), "no-such-folder"),
@@ -398,9 +404,29 @@ def test_training_stops_where_it_is_told_and_its_model_generates(
     assert run("generate", "hi", "-m", str(out / "model"), *SHORT).code == 0
     again = run(*train)
     assert again.err.splitlines()[-1].startswith("finished at step 2: 0 tokens")
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 4  # step, save, two summaries
+    plotted = run("train", "plot", str(out))
+    assert (plotted.code, plotted.out.strip()) == (0, str(out / "curves.png"))
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert run("train", "plot", str(out / "model")).code == 2
     other = run(*train, "--seed", "1")
-    assert other.code == 1
-    assert "seed was 0, is 1" in other.err
+    assert other.code == 2
+    assert "seed was 0, is 1; give the same options, or another folder" in other.err
+
+
+def test_training_without_its_input_says_what_is_missing(run: Run, tmp_path: Path) -> None:
+    absent = run("train", str(tmp_path), "--data", str(tmp_path / "absent.jsonl"))
+    assert absent.code == 2
+    assert "cannot read training data" in absent.err
+    too_early = run("train", str(tmp_path), "--recipe", "nano.adapt")
+    assert too_early.code == 2
+    assert "run the stage `convert` with the same OUT first" in too_early.err
+
+
+def test_an_answer_that_is_all_thinking_is_said_to_be_one(run: Run, folders: Folders) -> None:
+    done = run("generate", "hello", "-m", folders.clover, *SHORT)
+    assert done.out == "\n"
+    assert "no answer besides thinking" in done.err
 
 
 def test_a_terminal_sees_masks_fill_in(folders: Folders) -> None:

@@ -21,32 +21,9 @@ from clover.model.transformer import CloverForCausalLM
 
 TinyConfig = Callable[..., ModelConfig]
 
-CLOVER_35B: dict[str, Any] = {
-    "architectures": ["CloverMoeModelLM"],
-    "model_type": "clover_moe",
-    "vocab_size": 248320,
-    "hidden_size": 2048,
-    "num_hidden_layers": 40,
-    "full_attention_interval": 4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 262144,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "rope_parameters": {"rope_theta": 10000000, "partial_rotary_factor": 0.25},
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "block_size": 32,
-    "mask_token_id": 248077,
-    "dtype": "bfloat16",
-}
+CLOVER_35B: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "data" / "clover_35b" / "config.json").read_text()
+)
 
 
 def inspect_config(folder: Path, **changes: Any) -> InspectReport:

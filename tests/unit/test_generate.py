@@ -413,6 +413,9 @@ def test_knobs_that_cannot_be_honoured_are_refused(model: CloverForCausalLM) -> 
         generate(model, [request(Threshold(), stop=("x",))])
     with pytest.raises(RequestError, match="block_size is 0"):
         generate(model, [request(Threshold())], block_size=0)
+    context = model.config.max_position_embeddings
+    with pytest.raises(RequestError, match=f"allowed: 1 to {context}, the context"):
+        generate(model, [request(Threshold())], block_size=context + 1)
     for token_id in (MASK_ID, 64):
         sampling = SamplingParams(logit_bias={token_id: 1.0})
         with pytest.raises(RequestError, match=f"token id {token_id}"):

@@ -84,7 +84,7 @@ def test_min_level_of_one_is_refused() -> None:
         _noise(torch.ones(1, 1, 1, dtype=torch.bool), min_level=1.0)
 
 
-def test_a_visible_prefix_is_never_masked_and_the_rest_as_ever() -> None:
+def test_everything_right_of_a_visible_prefix_is_masked_and_other_blocks_are_as_ever() -> None:
     is_token = torch.ones(40, 60, 16, dtype=torch.bool)
     is_token[:, ::2, 5:] = False
     lengths = draw_prefix_lengths(is_token, 1.0, counter_generator(0, 0, "prefix"))
@@ -100,14 +100,17 @@ def test_a_visible_prefix_is_never_masked_and_the_rest_as_ever() -> None:
         prefix_lengths=lengths,
     )
     behind = is_token & (torch.arange(16) >= lengths[..., None])
-    assert not noised.masked[~behind].any()
-    assert noised.masked.any(dim=-1).all()
-    share = (
-        noised.masked[behind].float().mean()
-        - noised.level[..., None].expand_as(behind)[behind].mean()
+    has_prefix = lengths > 0
+    assert torch.equal(noised.masked[has_prefix], behind[has_prefix])
+    assert (noised.level[has_prefix] == 1).all()
+    without = noise_blocks(
+        targets,
+        is_token,
+        mask_token_id=MASK,
+        min_level=0.0,
+        generator=counter_generator(0, 0, "test"),
     )
-    # The token that is masked in any case raises the share a little
-    assert -STATISTICAL_TOLERANCE < share < 0.1
+    assert torch.equal(noised.masked[~has_prefix], without.masked[~has_prefix])
 
 
 def test_prefixes_are_as_frequent_as_asked() -> None:
@@ -166,6 +169,22 @@ def test_a_complements_level_is_the_chance_that_its_tokens_had_to_be_masked() ->
     assert float(second.level.min()) >= 1 / 16
     share = second.masked[inner].float().mean() - second.level[inner].mean()
     assert abs(float(share)) < 2 * STATISTICAL_TOLERANCE
+
+
+def test_the_complement_of_a_prefix_masks_the_prefix_at_the_level_of_its_share() -> None:
+    is_token = torch.ones(1, 3, 8, dtype=torch.bool)
+    targets = torch.arange(24).view(1, 3, 8)
+    first = noise_blocks(
+        targets,
+        is_token,
+        mask_token_id=MASK,
+        min_level=0.0,
+        generator=counter_generator(0, 0, "test"),
+        prefix_lengths=torch.tensor([[1, 4, 7]]),
+    )
+    second = complement(first, targets, is_token, mask_token_id=MASK)
+    assert second.masked.sum(dim=-1).tolist() == [[1, 4, 7]]
+    assert torch.equal(second.level, torch.tensor([[1, 4, 7]]) / 8)
 
 
 def _no_preview(canvas: torch.Tensor) -> torch.Tensor:

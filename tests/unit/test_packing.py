@@ -279,6 +279,47 @@ def test_chats_are_shuffled_anew_in_each_epoch_and_none_is_lost(
     assert set(epochs[0]) == set(epochs[1]) and len(set(epochs[0])) == 12
 
 
+def test_a_run_over_chats_goes_on_at_the_exact_sample(
+    tmp_path: Path, encoder: DocumentEncoder
+) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": "x" * (i % 5)}, {**ASSISTANT, "content": str(i)}]}
+        for i in range(20)
+    ]
+    path = _write(tmp_path / "chats.jsonl", *chats)
+
+    def packer(state: PackerState | None = None) -> Packer:
+        source = ChatFileSource(path, encoder, seed=1)
+        return Packer(source, num_rows=2, row_length=64, pad_token_id=0, state=state)
+
+    unbroken = packer()
+    for _ in range(6):  # more than an epoch
+        resumed = packer(unbroken.state)
+        expected = unbroken.next_batch()
+        assert torch.equal(resumed.next_batch().input_ids, expected.input_ids)
+    assert unbroken.state.next_index > 20
+
+
+def test_only_a_newline_ends_a_line_of_chats(tmp_path: Path, encoder: DocumentEncoder) -> None:
+    path = tmp_path / "chats.jsonl"
+    chat = {"messages": [USER, {**ASSISTANT, "content": "one\u2028two"}]}
+    path.write_text("\n" + json.dumps(chat, ensure_ascii=False), encoding="utf-8")
+    source = ChatFileSource(path, encoder)
+    assert "one\u2028two" in Tokenizer.load(NANO).decode(list(source.document(0).response_ids))
+
+
+def test_a_chat_is_rendered_when_it_is_asked_for(tmp_path: Path) -> None:
+    template = ChatTemplate(
+        "{{ messages[0].content if messages[0].content != 'a' else missing() }}"
+    )
+    encoder = DocumentEncoder(Tokenizer.load(NANO), template)
+    source = ChatFileSource(
+        _write(tmp_path / "chats.jsonl", "", {"messages": [USER, ASSISTANT]}), encoder
+    )
+    with pytest.raises(TrainingError, match=r"chats.jsonl, line 2: .*missing"):
+        source.document(0)
+
+
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 

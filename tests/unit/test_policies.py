@@ -26,10 +26,12 @@ def test_threshold_keeps_every_confidence_above_it() -> None:
     assert kept.tolist() == [True, False, False, True]
 
 
-def test_threshold_keeps_the_most_confident_open_position_when_none_is_above() -> None:
+def test_threshold_keeps_the_leftmost_open_position_however_unsure() -> None:
     is_open = torch.tensor([False, True, True, True])
     kept = keep_confident(torch.tensor([0.8, 0.1, 0.3, 0.2]), is_open, 0.9)
-    assert kept.tolist() == [False, False, True, False]
+    assert kept.tolist() == [False, True, False, False]
+    kept = keep_confident(torch.tensor([0.8, 0.1, 0.3, 0.95]), is_open, 0.9)
+    assert kept.tolist() == [False, True, False, True]
 
 
 def test_threshold_never_keeps_a_closed_position() -> None:

@@ -1,0 +1,97 @@
+"""Text to JSON: the values that a schema asks for, read out of a record told in sentences.
+
+The text tells more than the schema asks for, in any order. A property that the text does not tell is
+optional, and left out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from clover.chat import Message
+from clover.tasks.checks import JsonValue
+from clover.tasks.domains import DOMAINS, Domain
+from clover.tasks.fields import (
+    DETAILS,
+    Fact,
+    draw_fact,
+    object_schema,
+    say_facts,
+    say_sentence,
+)
+from clover.tasks.parted import capitalize, lines, say
+from clover.tasks.task import Draft
+from clover.tasks.tools import nouns
+
+_LIST_SHARE = 0.2
+_SENTENCES_SHARE = 0.4
+
+_ASK = lines("""\
+[Give|Return|Write] JSON for this schema: {schema}
+[As|To] JSON with the schema {schema}
+Fill [in|] the JSON schema {schema}
+Extract JSON. Schema: {schema}
+JSON schema: {schema}
+[Answer|Reply] with JSON that fits {schema}
+[Read|Take] the values of {schema} from the text as JSON
+[Turn|Convert] it into JSON: {schema}
+""")
+_LAYOUTS = lines("""\
+{text}<>{ask}
+{ask}<>{text}
+Text: {text}<>{ask}
+{ask}<>Text: {text}
+"{text}"<>{ask}
+""")
+_INTRODUCTIONS = lines("""\
+[This is|Here is] {a_noun}{details}.
+[We have|I found] {a_noun}{details}.
+{a_noun}{details}.
+There is {a_noun}{details}.
+[Yesterday|Today] I saw {a_noun}{details}.
+[The file|My notebook] describes {a_noun}{details}.
+It is about {a_noun}{details}.
+""")
+
+
+def draw(rng: random.Random, held_out: bool) -> Draft:
+    """Returns a text and a schema. Held out are domains, value words and wordings."""
+    domain = DOMAINS.draw(rng, held_out)
+    count = 2 if rng.random() < _LIST_SHARE else 1
+    fields = rng.sample(domain.fields, rng.choice((2, 3, 3) if count == 1 else (2, 2)))
+    # Told in part, so that a list of two records stays short
+    told = [field for field in domain.fields if field in fields or rng.random() < 0.6 / count]
+    absent = rng.choice(fields) if rng.random() < 0.15 else None
+    records, texts = [], []
+    for _ in range(count):
+        facts = [draw_fact(rng, held_out, field) for field in told if field != absent]
+        texts.append(_tell(rng, held_out, domain, facts))
+        values = {fact.field.name: fact.value for fact in facts}
+        records.append({each.name: values[each.name] for each in fields if each.name in values})
+    schema = object_schema(fields, [each.name for each in fields if each != absent])
+    value: Any = records[0]
+    if count > 1:
+        value, schema = records, {"type": "array", "items": schema}
+    ask = say(rng, _ASK.draw(rng, held_out), schema=json.dumps(schema))
+    layout = _LAYOUTS.draw(rng, held_out)
+    return Draft(
+        key=json.dumps(value),
+        request=layout.replace("<>", "\n").format(text=" ".join(texts), ask=ask),
+        reply=Message("assistant", content=json.dumps(value)),
+        check=JsonValue(value, schema),
+    )
+
+
+def _tell(rng: random.Random, held_out: bool, domain: Domain, facts: Sequence[Fact]) -> str:
+    """Returns a record in words: one sentence for all of it, or one for each value."""
+    pattern = _INTRODUCTIONS.draw(rng, held_out)
+    if rng.random() >= _SENTENCES_SHARE:
+        details = say_facts(rng, held_out, facts, DETAILS)
+        return capitalize(say(rng, pattern, details=details, **nouns(rng, domain)))
+    leaves = [leaf for fact in facts for leaf in fact.leaves()]
+    rng.shuffle(leaves)
+    first = capitalize(say(rng, pattern, details="", **nouns(rng, domain)))
+    return " ".join([first, *(say_sentence(rng, held_out, leaf) for leaf in leaves)])

@@ -1,0 +1,235 @@
+"""Values of a domain's fields: drawn, described by a JSON schema, and said in words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clover.tasks.domains import Field
+from clover.tasks.parted import Parted, join_words, lines, say
+from clover.tasks.words import OBJECTS, PEOPLE, PLACES
+
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_TWO_WORDS = 0.1
+_PHRASED = 0.6  # share of values that are said by a phrase instead of the field's name
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A field, its JSON value, and the value in words. For an object, the inner facts."""
+
+    field: Field
+    value: Any
+    said: str
+    inner: tuple[Fact, ...] = ()
+
+    def leaves(self) -> Iterator[Fact]:
+        """Yields this fact, or those of an object."""
+        yield from self.inner or (self,)
+
+
+def draw_fact(rng: random.Random, held_out: bool, field: Field) -> Fact:
+    """Returns `field` with a value whose words lie on one side."""
+    if field.kind == "object":
+        inner = tuple(draw_fact(rng, held_out, each) for each in field.fields)
+        value = {fact.field.name: fact.value for fact in inner}
+        return Fact(field, value, "", inner)
+    value, said = KINDS[field.kind](rng, held_out, field)
+    return Fact(field, value, said)
+
+
+def schema_of(field: Field) -> dict[str, Any]:
+    """Returns the JSON schema of a field's values."""
+    if field.kind == "object":
+        return object_schema(field.fields)
+    if field.kind == "choice":
+        return {"type": "string", "enum": list(field.options)}
+    if field.kind in ("people", "things"):
+        return {"type": "array", "items": {"type": "string"}}
+    return {"type": _JSON_TYPES.get(field.kind, "string")}
+
+
+def object_schema(fields: Sequence[Field], required: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the JSON schema of an object with these fields."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {field.name: schema_of(field) for field in fields},
+    }
+    return schema | ({"required": list(required)} if required else {})
+
+
+def _words(source: Callable[[random.Random, bool], str]) -> _Kind:
+    def draw(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+        if rng.random() >= _TWO_WORDS:
+            word = source(rng, held_out)
+            return word, word
+        words = f"{source(rng, held_out)} {source(rng, held_out)}"
+        return words, f'"{words}"'
+
+    return draw
+
+
+def _several(sample: Callable[[random.Random, bool, int], list[str]]) -> _Kind:
+    def draw(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+        words = sample(rng, held_out, rng.choice((1, 2, 2, 3)))
+        return words, join_words(words)
+
+    return draw
+
+
+def _number(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+    digits = rng.choice((1, 2, 2, 3, 4))
+    number = rng.randrange(10 ** (digits - 1), 10**digits)
+    return number, str(number)
+
+
+def _price(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+    price = rng.randrange(2, 200) + rng.choice((0.25, 0.5, 0.75))
+    return price, str(price)
+
+
+def _flag(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+    value = rng.random() < 0.5
+    return value, rng.choice(("yes", "on", "true") if value else ("no", "off", "false"))
+
+
+def _day(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+    day = rng.choice(_DAYS)
+    return day, day
+
+
+def _time(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+    time = f"{rng.randrange(24):02}:{rng.randrange(0, 60, 5):02}"
+    return time, time
+
+
+def _choice(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+    option = rng.choice(field.options)
+    return option, option
+
+
+_Kind = Callable[[random.Random, bool, Field], tuple[Any, str]]
+KINDS: dict[str, _Kind] = {
+    "person": _words(PEOPLE.draw),
+    "place": _words(PLACES.draw),
+    "thing": _words(OBJECTS.draw),
+    "people": _several(PEOPLE.sample),
+    "things": _several(OBJECTS.sample),
+    "number": _number,
+    "price": _price,
+    "flag": _flag,
+    "day": _day,
+    "time": _time,
+    "choice": _choice,
+}
+_JSON_TYPES = {"number": "integer", "price": "number", "flag": "boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a list of facts is written: before it, one fact, between two, behind it."""
+
+    lead: str
+    fact: str
+    joint: str = ", "
+    end: str = ""
+
+
+DETAILS: Parted[Style] = Parted.of(
+    Style(" with ", "{name} {value}", " and "),
+    Style(" with ", "{name} {value}"),
+    Style(": ", "{name} {value}"),
+    Style(": ", "{value} for {name}"),
+    Style(" (", "{name}: {value}", end=")"),
+    Style(" [", "{name} = {value}", "; ", "]"),
+    Style(". The ", "{name} is {value}", ". The "),
+    Style(". Use ", "{value} as {name}", " and "),
+    Style(", ", "{name} = {value}"),
+    Style(", ", "{value} as the {name}"),
+    Style(" - ", "{name} {value}", " - "),
+    Style("; ", "{name} is {value}", "; "),
+    Style(". Set ", "{name} to {value}", " and "),
+    Style(".\n", "{name}: {value}", "\n"),
+    Style(" having ", "{name} {value}", " and "),
+)
+FILTERS: Parted[Style] = Parted.of(
+    Style(" with ", "{name} {value}", " and "),
+    Style(" whose ", "{name} is {value}", " and "),
+    Style(" where ", "{name} is {value}", " and "),
+    Style(" that has ", "{name} {value}", " and "),
+    Style(" having ", "{name} {value}", " and "),
+    Style(" with ", "{value} as {name}", " and "),
+    Style(" that has ", "{value} as {name}", " and "),
+    Style(" where the ", "{name} is {value}", " and the "),
+    Style(" (", "{name}: {value}", end=")"),
+    Style(" [", "{name} = {value}", end="]"),
+)
+CHANGES: Parted[Style] = Parted.of(
+    Style(": ", "{name} {value}"),
+    Style(": ", "{name} is {value}"),
+    Style(". Set ", "{name} to {value}", " and "),
+    Style(". The ", "{name} should be {value}", " and the "),
+    Style(". Use ", "{value} as {name}", " and "),
+    Style("; ", "{name} becomes {value}", "; "),
+    Style(". Make the ", "{name} {value}", " and the "),
+    Style(", ", "{name} = {value}"),
+    Style(" - ", "{name} {value}", " - "),
+    Style(".\n", "{name}: {value}", "\n"),
+)
+_SENTENCES = lines("""\
+[The |Its |]{name} is {value}.
+{name}: {value}.
+It has [the |]{name} {value}.
+[We have |There is |]{value} as {name}.
+For {name} we noted {value}.
+{name} = {value}.
+{value} is [the|its] {name}.
+The {name} given is {value}.
+{name}, {value}.
+Under {name} it says {value}.
+""")
+
+
+def say_facts(
+    rng: random.Random,
+    held_out: bool,
+    facts: Sequence[Fact],
+    styles: Parted[Style],
+    *,
+    phrased: float = _PHRASED,
+) -> str:
+    """Returns the facts as they follow a noun, ` for Eva: seats 12, city Oslo` for one.
+
+    With probability `phrased`, facts that have a phrase are said by it.
+    """
+    left = [leaf for fact in facts for leaf in fact.leaves()]
+    rng.shuffle(left)
+    said = ""
+    if rng.random() < phrased:
+        said, left = _say_phrases(left)
+    if not left:
+        return said
+    style = styles.draw(rng, held_out)
+    listed = [style.fact.format(name=fact.field.spoken, value=fact.said) for fact in left]
+    return said + style.lead + style.joint.join(listed) + style.end
+
+
+def say_sentence(rng: random.Random, held_out: bool, fact: Fact) -> str:
+    """Returns one fact as a sentence of its own."""
+    pattern = _SENTENCES.draw(rng, held_out)
+    return say(rng, pattern, name=fact.field.spoken, value=fact.said)
+
+
+def _say_phrases(facts: Sequence[Fact]) -> tuple[str, list[Fact]]:
+    """Returns the phrases of facts that have one, no preposition twice, and the facts left over."""
+    said, left, used = "", list[Fact](), set[str]()
+    for fact in facts:
+        preposition = fact.field.phrase.split(" ")[0]
+        if preposition and preposition not in used:
+            used.add(preposition)
+            said += " " + fact.field.phrase.replace("_", fact.said)
+        else:
+            left.append(fact)
+    return said, left

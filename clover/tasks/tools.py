@@ -1,0 +1,217 @@
+"""Tools of a domain: what they take, their schemas, and the words in which they are asked for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clover.chat import ToolCall
+from clover.tasks.domains import Domain, Field
+from clover.tasks.fields import (
+    CHANGES,
+    DETAILS,
+    FILTERS,
+    Fact,
+    Style,
+    draw_fact,
+    object_schema,
+    say_facts,
+)
+from clover.tasks.parted import Parted, capitalize, lines, say
+
+_SYNONYMS = 0.25  # share of requests that call the noun something else than the tool does
+_OPTIONAL = 0.5  # share of optional parameters that a request gives a value
+_DESCRIBED = 0.1
+ID = Field("id", "number")
+_SIMPLE = frozenset({"person", "place", "thing", "number", "day", "time", "choice"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """What a tool does to a record: the verbs of its name, and those of a request."""
+
+    verbs: tuple[str, ...]
+    said: tuple[str, ...]
+    past: str
+    frames: Parted[str]
+    styles: Parted[Style]
+    phrased: float  # share of requests that say values by phrases
+
+
+CREATE = Action(
+    verbs=("create", "add"),
+    said=("create", "add", "make", "enter", "set up", "register"),
+    past="Created",
+    styles=DETAILS,
+    phrased=0.6,
+    frames=lines("""\
+[Please |]{act} {a_noun}{args}
+[Can|Could|Would] you {act} {a_noun}{args}
+I [want|need|have] to {act} {a_noun}{args}
+[We need|I need|I want] {a_noun}{args}
+I would like [to {act} |]{a_noun}{args}
+There [should|must] be {a_noun}{args}
+[Now|Next step:|Time to] {act} {a_noun}{args}
+Let us {act} {a_noun}{args}
+{a_noun}{args}
+[My boss|Our client] [wants|asked for] {a_noun}{args}
+[Go and|Be so kind and] {act} {a_noun}{args}
+Do {act} {a_noun}{args}
+It is time for {a_noun}{args}
+[Help me to|I ask you to] {act} {a_noun}{args}
+"""),
+)
+FIND = Action(
+    verbs=("find", "get"),
+    said=("find", "look up", "search for", "show me", "get"),
+    past="Found",
+    styles=FILTERS,
+    phrased=0.6,
+    frames=lines("""\
+[Please |]{act} the {noun}{args}
+[Can|Could] you {act} the {noun}{args}
+I [want|need] to {act} the {noun}{args}
+[Is there|Do we have] {a_noun}{args}
+I am [looking|searching] for {a_noun}{args}
+[Where is|What about] the {noun}{args}
+I have to see the {noun}{args}
+[Now|Quickly] {act} the {noun}{args}
+[Help me to|Try to] {act} the {noun}{args}
+I wonder about the {noun}{args}
+"""),
+)
+UPDATE = Action(
+    verbs=("update", "change"),
+    said=("update", "change", "edit", "adjust"),
+    past="Updated",
+    styles=CHANGES,
+    phrased=0.0,
+    frames=lines("""\
+[Please |]{act} [the |]{noun} {id}{args}
+[Can|Could] you {act} [the |]{noun} {id}{args}
+I [want|need] to {act} {noun} {id}{args}
+[The |]{noun} {id} [has changed|is different]{args}
+For {noun} {id}, {act} the data{args}
+[The |]{noun} with id {id} needs a change{args}
+[Now|Next step:] {act} {noun} number {id}{args}
+Let us {act} {noun} {id}{args}
+There is a mistake in {noun} {id}{args}
+[Help me to|I ask you to] {act} {noun} {id}{args}
+"""),
+)
+DELETE = Action(
+    verbs=("delete", "cancel"),
+    said=("delete", "remove", "cancel", "erase"),
+    past="Deleted",
+    styles=FILTERS,
+    phrased=0.0,
+    frames=lines("""\
+[Please |]{act} [the |]{noun} {id}{args}
+[Can|Could] you {act} [the |]{noun} {id}{args}
+I [want|need] to {act} {noun} {id}{args}
+I no longer need [the |]{noun} {id}{args}
+Please get rid of [the |]{noun} {id}{args}
+[The |]{noun} {id} is not needed any more{args}
+[Now|Next step:] {act} {noun} number {id}{args}
+Let us {act} {noun} {id}{args}
+[The |]{noun} with id {id} can go{args}
+We can do without {noun} {id}{args}
+"""),
+)
+ACTIONS = (CREATE, FIND, UPDATE, DELETE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """A tool on one domain."""
+
+    name: str
+    domain: Domain
+    action: Action
+    fields: tuple[Field, ...]
+    required: tuple[str, ...]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The JSON schema of its arguments."""
+        return object_schema(self.fields, self.required)
+
+    def call(self, facts: Sequence[Fact]) -> ToolCall:
+        """Returns the call with these arguments, in the schema's order."""
+        values = {fact.field.name: fact.value for fact in facts}
+        return ToolCall(
+            self.name, {each.name: values[each.name] for each in self.fields if each.name in values}
+        )
+
+    def schema(self, rng: random.Random) -> dict[str, Any]:
+        """Returns the tool as a prompt lists it."""
+        function: dict[str, Any] = {"name": self.name}
+        if rng.random() < _DESCRIBED:
+            function["description"] = self.name.replace("_", " ")
+        return {"type": "function", "function": function | {"parameters": self.parameters}}
+
+
+def draw_tool(rng: random.Random, domain: Domain, action: Action) -> Tool:
+    """Returns a tool with some of the domain's fields as parameters."""
+    required: list[str] = []
+    if action is CREATE:
+        fields = _some(rng, domain.fields, rng.choice((2, 2, 3, 3, 4)))
+        if rng.random() < 0.6:
+            required = [field.name for field in fields if rng.random() < 0.6]
+    elif action is FIND:
+        fields = _some(rng, simple_fields(domain), rng.choice((1, 2, 2)))
+    else:
+        changes = 0 if action is DELETE else rng.choice((1, 2))
+        fields = (ID, *_some(rng, domain.fields, changes))
+        required = ["id"]
+    return Tool(
+        name=f"{rng.choice(action.verbs)}_{domain.noun}",
+        domain=domain,
+        action=action,
+        fields=fields,
+        required=tuple(required),
+    )
+
+
+def simple_fields(domain: Domain) -> tuple[Field, ...]:
+    """Returns the fields whose value is one word or number."""
+    return tuple(field for field in domain.fields if field.kind in _SIMPLE)
+
+
+def draw_facts(rng: random.Random, held_out: bool, tool: Tool) -> tuple[Fact, ...]:
+    """Returns arguments for `tool`: all required ones, at least one, and some of the others."""
+    sure = rng.choice([field for field in tool.fields if field is not ID] or [ID])
+    return tuple(
+        draw_fact(rng, held_out, field)
+        for field in tool.fields
+        if field is sure or field.name in tool.required or rng.random() < _OPTIONAL
+    )
+
+
+def say_request(rng: random.Random, held_out: bool, tool: Tool, facts: Sequence[Fact]) -> str:
+    """Returns a request for `tool` with these arguments, without a full stop."""
+    action = tool.action
+    ids = [fact.said for fact in facts if fact.field is ID]
+    rest = [fact for fact in facts if fact.field is not ID]
+    sentence = say(
+        rng,
+        action.frames.draw(rng, held_out),
+        act=rng.choice(action.said),
+        id=ids[0] if ids else "",
+        args=say_facts(rng, held_out, rest, action.styles, phrased=action.phrased),
+        **nouns(rng, tool.domain),
+    )
+    return capitalize(sentence)
+
+
+def nouns(rng: random.Random, domain: Domain) -> dict[str, str]:
+    """Returns the slots `noun` and `a_noun`, which say a domain's noun or a synonym of it."""
+    noun = rng.choice(domain.synonyms) if rng.random() < _SYNONYMS else domain.noun
+    return {"noun": noun, "a_noun": f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"}
+
+
+def _some(rng: random.Random, fields: Sequence[Field], count: int) -> tuple[Field, ...]:
+    chosen = rng.sample(range(len(fields)), min(count, len(fields)))
+    return tuple(fields[index] for index in chosen)
