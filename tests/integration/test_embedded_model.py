@@ -31,10 +31,10 @@ from clover.tasks import FAMILIES, Task, check_reply, make_task
 
 LARGEST_FILE = 25_000_000
 # Far below what docs/results/frontier.md reports for seen items, far above what a broken path
-# reaches (0). The first adaptation was short, so fast decoding is held to less than exact.
-ACCURACY_FLOOR = 0.6
-FAST_ACCURACY_FLOOR = 0.15
-TPF_FLOOR = 1.5
+# reaches (0). Thresholds are not as good in sums, so fast decoding is held to less than exact.
+ACCURACY_FLOOR = 0.8
+FAST_ACCURACY_FLOOR = 0.4
+TPF_FLOOR = 3.0
 FIRST_SEED = 40_000_000  # not those of training, validation or the frontier
 
 
