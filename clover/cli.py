@@ -355,8 +355,9 @@ def train(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="A named run: nano.parent, nano.convert, nano.adapt, one after the other in one OUT; "
-            "the models are in OUT/parent, OUT/converted and OUT/clover."
+            help="A named run: nano.parent, nano.convert, nano.calibrate (may be left out), nano.adapt, "
+            "one after the other in one OUT; the models are in OUT/parent, OUT/converted, "
+            "OUT/calibrated and OUT/clover."
         ),
     ] = None,
     data: Annotated[

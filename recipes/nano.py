@@ -1,6 +1,6 @@
 """clover-nano: an autoregressive parent, its conversion and its adaptation to block diffusion.
 
-python -m recipes.nano parent|convert|adapt --out runs/nano
+python -m recipes.nano parent|convert|calibrate|adapt --out runs/nano
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from clover.errors import TrainingInputError
 from clover.model.transformer import CloverForCausalLM
 from clover.tokenizer import Tokenizer
 from clover.train import parallel
+from clover.train.calibrate import calibrate
 from clover.train.data import Document, DocumentEncoder, TaskSource
 from clover.train.events import SummaryEvent, TrainEvent
 from clover.train.optimizer import OptimizerConfig
+from clover.train.packing import Packer
 from clover.train.state import has_state
 from clover.train.trainer import TrainConfig, train
 
-Stage = Literal["parent", "convert", "adapt"]
+Stage = Literal["parent", "convert", "calibrate", "adapt"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 
 # The tokenizer's home, whatever weights lie beside it
@@ -118,11 +120,13 @@ def clover_training(out: Path) -> TrainConfig:
 
 
 def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent | None:
-    """Runs a stage inside `out`; goes on where it was cut. Conversion has no summary.
+    """Runs a stage inside `out`; goes on where it was cut. Only training has a summary.
 
-    Without a parent of its own, conversion takes the one that ships in the package.
+    Without a parent of its own, conversion takes the one that ships in the package. Calibration
+    may be left out; where it was run, adaptation starts from what it left.
 
-    Leaves `out/parent`, `out/converted` and `out/clover`, each a checkpoint folder in bf16.
+    Leaves `out/parent`, `out/converted`, `out/calibrated` and `out/clover`, each a checkpoint folder
+    in bf16.
     """
     if stage == "parent":
         return _train_parent(out, on_event)
@@ -130,6 +134,9 @@ def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> Summ
         own = out / "parent"
         parent = own if own.is_dir() else resolve_checkpoint("clover-nano-parent")
         convert(parent, out / "converted", block_size=BLOCK_SIZE, overwrite=True)
+        return None
+    if stage == "calibrate":
+        _calibrate(out)
         return None
     return _adapt(out, on_event)
 
@@ -144,12 +151,37 @@ def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryE
     return _train(model, config, source, tokenizer_folder, out / "parent", on_event)
 
 
-def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
+def _calibrate(out: Path) -> None:
+    """Fits the added numbers of each layer on documents of the training stream."""
+    folder = _converted(out)
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    source = TaskSource(DocumentEncoder(tokenizer), weights=CLOVER_WEIGHTS)
+    config = clover_training(out)
+    batch = Packer(
+        source,
+        num_rows=config.num_rows,
+        row_length=config.row_length,
+        pad_token_id=model.config.pad_token_id or 0,
+    ).next_batch()
+    calibrate(model, batch, on_fit=lambda fit: print(fit, flush=True))
+    parallel.save_whole(
+        model, out / "calibrated", dtype=torch.bfloat16, files_from=folder, overwrite=True
+    )
+
+
+def _converted(out: Path) -> Path:
+    """Returns the folder that conversion leaves."""
     folder = out / "converted"
     if not folder.is_dir():
         raise TrainingInputError(
             f"found no {folder}: run the stage `convert` with the same OUT first"
         )
+    return folder
+
+
+def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
+    calibrated = out / "calibrated"
+    folder = calibrated if calibrated.is_dir() else _converted(out)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     config = clover_training(out / "clover-run")
     source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=CLOVER_WEIGHTS)

@@ -5,7 +5,7 @@ B: rows, T: tokens in a row, N: blocks in a row, n: tokens in a block, V: vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -27,7 +27,11 @@ def own_weight(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """Weights of the parts of the two-stream loss. The diffusion part has weight 1.
+    """Weights of the parts of the loss. The diffusion part has weight 1.
+
+    `balance_weight` is that of `load_balancing_loss`, for both objectives. Relative to a masked
+    token, `edit_weight` is the weight of a wrong token that was put on the canvas, `kept_weight` that
+    of a visible one that is right: a model that is only ever asked to repair learns to change all.
 
     `end_weight` is the weight of a position right of the text's end. Its target is the end token
     again: a preview that has learned nothing there guesses at random, and what it is sure of by
@@ -40,6 +44,9 @@ class ObjectiveConfig:
     ar_weight: float = 0.5
     confidence_weight: float = 0.0
     distillation_weight: float = 0.0
+    balance_weight: float = 0.0
+    edit_weight: float = 1.0
+    kept_weight: float = 0.0
     weight_by_level: bool = False
 
     def __post_init__(self) -> None:
@@ -59,6 +66,7 @@ class Losses:
     diffusion: Tensor | None = None
     confidence: Tensor | None = None
     distillation: Tensor | None = None
+    balance: Tensor | None = None
 
 
 def weighted_cross_entropy(
@@ -161,15 +169,51 @@ def distillation_loss(
     return F.kl_div(student, teacher, reduction="sum", log_target=True) / total
 
 
-def diffusion_weights(
-    noised: NoisedBlocks, is_token: Tensor, *, end_weight: float, by_level: bool
+def load_balancing_loss(
+    router_logits: Sequence[Tensor],
+    is_valid: Tensor,
+    *,
+    num_experts_per_tok: int,
+    weight_mean: WeightMean = own_weight,
 ) -> Tensor:
-    """Returns the weight of each canvas position's loss, [B, N, n]; 0 where it is not masked.
+    """Returns how unevenly the experts are used: E sum_e f_e P_e, the mean over layers.
 
-    1 for a token of the document, `end_weight` right of its end; divided by the level if `by_level`.
+    f_e is the share of the routers' choices that fall on expert e, P_e its mean probability; the
+    gradient flows through P. It is 1 where the load is even. Choices are counted as they are
+    before a coreset restricts them: a coreset is meant to be uneven within a block.
+    Source: Fedus et al., "Switch Transformers", arXiv 2101.03961, equations 4 to 6.
+
+    Args:
+        router_logits: Of each MoE layer, [B, L, E].
+        is_valid: Tokens that count, bool [B, L]; at least one in all processes together.
+        num_experts_per_tok: Choices of a token.
+        weight_mean: Sees the number of tokens and of each expert's choices, in every process.
     """
-    weights = noised.masked * torch.where(is_token, 1.0, end_weight)
-    return weights / noised.level.unsqueeze(-1) if by_level else weights
+    num_tokens = weight_mean(is_valid.sum().float())
+    sums, counts = [], []
+    for logits in router_logits:
+        probabilities = logits[is_valid].float().softmax(dim=-1)  # [M, E]
+        chosen = probabilities.topk(num_experts_per_tok, dim=-1).indices.flatten()
+        sums.append(probabilities.sum(dim=0))
+        counts.append(chosen.bincount(minlength=probabilities.shape[-1]).float())
+    load = weight_mean(torch.stack(counts)) / (num_tokens * num_experts_per_tok)  # [layers, E]
+    means = torch.stack(sums) / num_tokens
+    return load.shape[-1] * (load * means).sum(dim=-1).mean()
+
+
+def diffusion_weights(noised: NoisedBlocks, is_token: Tensor, config: ObjectiveConfig) -> Tensor:
+    """Returns the weight of each canvas position's loss, [B, N, n].
+
+    For a mask 1, or one over the block's level if `weight_by_level`; `edit_weight` for a wrong token,
+    `kept_weight` for a right one. Right of the document's end all is times `end_weight`, and what is
+    right there has none.
+    """
+    masked = noised.masked.float()
+    if config.weight_by_level:
+        masked = masked / noised.level.unsqueeze(-1)
+    kept = is_token & ~noised.masked & ~noised.edited
+    weights = masked + config.edit_weight * noised.edited + config.kept_weight * kept
+    return weights * torch.where(is_token, 1.0, config.end_weight)
 
 
 def two_stream_loss(
@@ -185,7 +229,7 @@ def two_stream_loss(
     config: ObjectiveConfig,
     weight_mean: WeightMean = own_weight,
 ) -> Losses:
-    """Returns the masked-token loss of the canvas plus the weighted other parts.
+    """Returns the canvas's loss, masks and edits in one mean, plus the weighted other parts.
 
     Args:
         clean_logits: [B, T, V].
@@ -202,9 +246,7 @@ def two_stream_loss(
     aligned = align_canvas_logits(
         clean_logits, canvas_logits, block_starts, shift_logits=config.shift_logits
     )
-    weights = diffusion_weights(
-        noised, is_token, end_weight=config.end_weight, by_level=config.weight_by_level
-    )
+    weights = diffusion_weights(noised, is_token, config)
     masked = noised.masked & is_token
     diffusion = weighted_cross_entropy(aligned, targets, weights, weight_mean)
     ar = ar_loss(clean_logits, input_ids, clean_weights, weight_mean)

@@ -8,6 +8,9 @@ Shapes: X tokens, D hidden width, E experts, A experts per token, I expert width
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,12 +93,13 @@ class SparseMoe(nn.Module):
     def forward(self, hidden_states: Tensor, streams: Streams) -> Tensor:
         """Returns the layer's output, shape of `hidden_states` [B, L, D]."""
         probabilities = self.gate(hidden_states).float().softmax(dim=-1)  # [B, L, E]
-        if self.coreset_size is not None and streams.num_blocks:
+        coreset_size = self.coreset_size if streams.coreset_size is None else streams.coreset_size
+        if coreset_size is not None and streams.num_blocks:
             clean, canvas = probabilities.split(
                 [streams.num_clean, streams.num_blocks * streams.block_size], dim=1
             )
             blocks = canvas.unflatten(1, (streams.num_blocks, streams.block_size))
-            blocks = restrict_to_coreset(blocks, self.coreset_size)
+            blocks = restrict_to_coreset(blocks, coreset_size)
             probabilities = torch.cat([clean, blocks.flatten(1, 2)], dim=1)
         weights, indices = probabilities.flatten(0, 1).topk(self.num_experts_per_tok, dim=-1)
         # A token may give every admitted expert a probability of 0 in fp32: it then has none.
@@ -106,6 +110,26 @@ class SparseMoe(nn.Module):
         shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         output: Tensor = (routed + shared).view_as(hidden_states)
         return output
+
+
+@contextmanager
+def record_router_logits(model: nn.Module, *, enabled: bool = True) -> Iterator[list[Tensor]]:
+    """Gives a list that receives each MoE layer's router logits [B, L, E] in the passes inside.
+
+    For a training loss. Forward hooks do it, so that a pass that nobody records costs nothing more.
+    """
+    records: list[Tensor] = []
+
+    def record(gate: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> None:
+        records.append(logits)
+
+    layers = [layer for layer in model.modules() if isinstance(layer, SparseMoe)]
+    hooks = [layer.gate.register_forward_hook(record) for layer in layers if enabled]
+    try:
+        yield records
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def restrict_to_coreset(probabilities: Tensor, coreset_size: int) -> Tensor:

@@ -35,6 +35,7 @@ class Streams:
         block_documents: [B, M], the document of each block (packed training rows only).
         kv_rows: [B, L], where each token's key and value go in the cache (cached passes only).
         num_keys: S, keys that attention looks at (cached passes only).
+        coreset_size: experts that a block may use in this pass; None: what the model says.
     """
 
     num_clean: int
@@ -50,6 +51,7 @@ class Streams:
     block_documents: Tensor | None = None
     kv_rows: Tensor | None = None
     num_keys: int = 0
+    coreset_size: int | None = None
 
 
 def causal_streams(input_ids: Tensor, document_ids: Tensor | None) -> Streams:
@@ -73,7 +75,12 @@ def causal_streams(input_ids: Tensor, document_ids: Tensor | None) -> Streams:
 
 
 def two_stream_streams(
-    input_ids: Tensor, document_ids: Tensor | None, canvas: Tensor, block_starts: Tensor
+    input_ids: Tensor,
+    document_ids: Tensor | None,
+    canvas: Tensor,
+    block_starts: Tensor,
+    *,
+    coreset_size: int | None = None,
 ) -> Streams:
     """Returns the training layout: a clean row, then its noised blocks [B, M, n]."""
     num_clean, (num_blocks, block_size) = input_ids.shape[1], canvas.shape[1:]
@@ -103,6 +110,7 @@ def two_stream_streams(
         document_ids=document_ids,
         block_starts=starts,
         block_documents=block_documents,
+        coreset_size=coreset_size,
     )
 
 

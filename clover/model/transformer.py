@@ -169,7 +169,13 @@ class CloverForCausalLM(nn.Module):
         return self._logits(hidden_states)
 
     def two_stream(
-        self, input_ids: Tensor, document_ids: Tensor | None, canvas: Tensor, block_starts: Tensor
+        self,
+        input_ids: Tensor,
+        document_ids: Tensor | None,
+        canvas: Tensor,
+        block_starts: Tensor,
+        *,
+        coreset_size: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns clean logits [B, T, V] and canvas logits [B, M, n, V] of one training pass.
 
@@ -180,9 +186,12 @@ class CloverForCausalLM(nn.Module):
                 before its start.
             block_starts: [B, M], the row index of the first clean token that the block stands for;
                 -1 marks an unused slot. A block may reach past its document's end.
+            coreset_size: experts that a block may use; None: the configured number.
         """
         self._require_diffusion()
-        streams = two_stream_streams(input_ids, document_ids, canvas, block_starts)
+        streams = two_stream_streams(
+            input_ids, document_ids, canvas, block_starts, coreset_size=coreset_size
+        )
         token_ids = torch.cat([input_ids, canvas.flatten(1)], dim=1)
         hidden_states, _ = self.model(token_ids, streams, None)
         clean, noised = self._logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)

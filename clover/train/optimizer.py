@@ -1,4 +1,4 @@
-"""Which parameter is updated how: Muon for matrices, AdamW for the rest, both resumable.
+"""Which parameter is updated how: Muon for matrices, AdamW for the rest; and the weights' average.
 
 E: experts; matrices of equal shape are updated together.
 """
@@ -6,7 +6,8 @@ E: experts; matrices of equal shape are updated together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -221,3 +222,48 @@ class Optimizers:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+
+class WeightAverage:
+    """The exponential moving average of a model's weights over the steps, in fp32.
+
+    A step keeps min(decay, (1 + t) / (10 + t)) of the average, t steps done: while few steps are
+    done, the weights that training started from must not weigh more than what it has found.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """Starts at the model's weights. A tied weight is averaged once."""
+        self._parameters = dict(model.named_parameters())
+        self._decay = decay
+        self.tensors = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Takes in the model's weights after `step` finished steps."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        for name, parameter in self._parameters.items():
+            self.tensors[name].lerp_(parameter.float(), 1.0 - decay)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over a saved average of the same model."""
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Puts the average in the place of the model's weights."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self.tensors[name])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the average in the place of the model's weights, and these back at the end."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self.copy_to_model()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(kept[name])

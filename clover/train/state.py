@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,15 @@ _PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedState:
-    """Tensors of model and optimizers, and everything else as JSON values."""
+    """Tensors of model and optimizers, and everything else as JSON values.
+
+    `average` is the weights' moving average, empty for a run without one.
+    """
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     progress: Mapping[str, Any]
+    average: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def save_state(folder: Path, state: SavedState) -> Path:
@@ -140,13 +144,15 @@ def _newest_sharded(folder: Path) -> Path | None:
 
 def _join(state: SavedState) -> dict[str, Tensor]:
     tensors = {f"model/{name}": tensor for name, tensor in state.model.items()}
-    return tensors | {f"optimizer/{name}": tensor for name, tensor in state.optimizer.items()}
+    tensors |= {f"optimizer/{name}": tensor for name, tensor in state.optimizer.items()}
+    return tensors | {f"average/{name}": tensor for name, tensor in state.average.items()}
 
 
 def _split(tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> SavedState:
     return SavedState(
         model=_strip(tensors, "model/"),
         optimizer=_strip(tensors, "optimizer/"),
+        average=_strip(tensors, "average/"),
         progress=progress,
     )
 

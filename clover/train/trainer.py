@@ -10,8 +10,8 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -19,9 +19,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clover.config import config_to_dict
+from clover.config import ModelConfig, MoeConfig, config_to_dict
+from clover.diffusion.generate import reserved_token_ids
 from clover.diffusion.noise import (
+    EditConfig,
+    NoisedBlocks,
+    Predict,
+    add_edits,
     choose_block_size,
+    complement,
     counter_generator,
     draw_prefix_lengths,
     noise_blocks,
@@ -29,18 +35,21 @@ from clover.diffusion.noise import (
 from clover.diffusion.objective import (
     Losses,
     ObjectiveConfig,
+    align_canvas_logits,
     ar_loss,
     ar_weights,
+    load_balancing_loss,
     two_stream_loss,
 )
 from clover.errors import ConfigError, TrainingError, TrainingInputError
+from clover.model.moe import record_router_logits
 from clover.model.transformer import CloverForCausalLM
 from clover.train import parallel
 from clover.train.data import Document, DocumentSource
 from clover.train.evaluation import evaluate
 from clover.train.events import EvalEvent, SaveEvent, StepEvent, SummaryEvent, TrainEvent
-from clover.train.optimizer import OptimizerConfig, Optimizers
-from clover.train.packing import Batch, Packer, PackerState, cut_blocks, share_blocks
+from clover.train.optimizer import OptimizerConfig, Optimizers, WeightAverage
+from clover.train.packing import Batch, Blocks, Packer, PackerState, cut_blocks, share_blocks
 from clover.train.parallel import Parallelism
 from clover.train.run_files import MetricsFile, write_run_file
 from clover.train.state import (
@@ -63,11 +72,22 @@ _FREE_FIELDS = frozenset(
 class TrainConfig:
     """One training run, complete.
 
+    With `ema_decay` above 0, evaluated and finished weights are the moving average of the steps'
+    weights, see `WeightAverage`.
+
     Two-stream only: `block_sizes`, one of them drawn each step; `block_skip_probability`, see
     `draw_skips`; `canvases_per_block`, noised copies of each block, which share one clean stream;
-    `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked share.
+    `complementary_masks`, whether the second of two canvases masks what the first shows, see
+    `complement`; `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked
+    share; `edits`, wrong tokens to be repaired; `coreset_anneal_fraction`, see
+    `annealed_coreset_size`.
+
+    `num_token_ids` is the tokenizer's length. Where the model's vocabulary goes on, rows are padding
+    and never drawn; it is needed by what draws tokens.
 
     Scale: `parallelism`, see `clover.train.parallel`; `activation_checkpointing`, see `Decoder`.
+    A sharded model has no average and no edits that it draws itself; checkpointing excludes
+    `losses.balance_weight`.
     """
 
     objective: Literal["ar", "two_stream"]
@@ -80,13 +100,18 @@ class TrainConfig:
     schedule: Literal["cosine", "wsd"] = "wsd"
     decay_fraction: float = 0.3
     max_grad_norm: float = 1.0
+    ema_decay: float = 0.0
     precision: Literal["fp32", "bf16"] = "bf16"
     seed: int = 0
     block_sizes: tuple[int, ...] = (8, 16, 32)
     block_skip_probability: float = 0.0
     canvases_per_block: int = 1
+    complementary_masks: bool = False
     prefix_probability: float = 0.0
     min_noise_level: float = 0.0
+    edits: EditConfig = field(default_factory=EditConfig)
+    coreset_anneal_fraction: float = 0.0
+    num_token_ids: int | None = None
     parallelism: Parallelism = "ddp"
     activation_checkpointing: bool = False
     out: Path | None = None
@@ -102,11 +127,37 @@ class TrainConfig:
             if getattr(self, name) < minimum:
                 found = getattr(self, name)
                 raise ConfigError(f"{name} must be at least {minimum}, found {found}")
-        for name in ("decay_fraction", "block_skip_probability", "prefix_probability"):
+        shares = ("decay_fraction", "block_skip_probability", "prefix_probability")
+        for name in (*shares, "coreset_anneal_fraction"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} must be in [0, 1], found {getattr(self, name)}")
         if not self.block_sizes or min(self.block_sizes) < 1:
             raise ConfigError(f"block_sizes must be positive numbers, found {self.block_sizes}")
+        if not 0.0 <= self.ema_decay < 1.0:
+            raise ConfigError(f"ema_decay must be in [0, 1), found {self.ema_decay}")
+        if self.complementary_masks and self.canvases_per_block != 2:
+            raise ConfigError(
+                "complementary_masks need canvases_per_block to be 2, found "
+                f"{self.canvases_per_block}"
+            )
+        if self.edits.probability > 0 and self.num_token_ids is None:
+            raise ConfigError(
+                "edits draw tokens: num_token_ids must be set to the tokenizer's length"
+            )
+        is_sharded = self.parallelism == "fsdp"
+        if is_sharded and self.ema_decay > 0:
+            raise ConfigError(
+                "ema_decay must be 0 with parallelism 'fsdp': it averages whole models"
+            )
+        if is_sharded and self.edits.probability > 0 and self.edits.model_share > 0:
+            raise ConfigError(
+                "edits.model_share must be 0 with parallelism 'fsdp': a preview needs a whole model"
+            )
+        if self.activation_checkpointing and self.losses.balance_weight > 0:
+            raise ConfigError(
+                "losses.balance_weight must be 0 with activation_checkpointing: routers that run "
+                "twice would be counted twice"
+            )
         if not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, found {self.max_grad_norm}")
 
@@ -123,6 +174,23 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
         return 0.5 * (1.0 + float(torch.cos(torch.tensor(torch.pi * done))))
     decay_steps = max(1.0, config.decay_fraction * config.steps)
     return min(1.0, (config.steps - step) / decay_steps)
+
+
+def annealed_coreset_size(step: int, config: TrainConfig, model: ModelConfig) -> int | None:
+    """Returns how many experts a block may use at a step (from 0); None: what the model says.
+
+    Falls linearly from all experts to the model's `expert_coreset_size`, which holds after the
+    first `coreset_anneal_fraction` of the steps: the parent's routers spread a block over many
+    experts, and get time to agree on few.
+    """
+    anneal_steps = config.coreset_anneal_fraction * config.steps
+    if step >= anneal_steps:
+        return None
+    assert isinstance(model.mlp, MoeConfig) and model.diffusion is not None
+    final_size = model.diffusion.expert_coreset_size
+    assert final_size is not None, "_check_model refuses a model without a coreset"
+    num_experts = model.mlp.num_experts
+    return num_experts - int((num_experts - final_size) * step / anneal_steps)
 
 
 @contextmanager
@@ -219,6 +287,7 @@ class _Run:
         self.on_event = on_event if parallel.rank() == 0 else lambda event: None
         self.validation = validation
         self.optimizers = Optimizers(model, config.optimizer)
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay > 0 else None
         self.step = 0
         self.saved_at: int | None = None
         self.data_state = PackerState()
@@ -244,6 +313,8 @@ class _Run:
                 self._save()
         if self.saved_at != self.step:
             self._save()
+        if self.average is not None:
+            self.average.copy_to_model()
         summary = self.meter.summary(self.step, is_finished=self.step >= config.steps)
         self.on_event(summary)
         return summary
@@ -258,12 +329,14 @@ class _Run:
         else:
             state = load_state(self.config.out)
         progress = state.progress
-        _check_same_run(progress["config"], config_to_json(self.config))
+        _check_same_run(progress["config"], self.config)
         _load_parameters(self.model, state.model)
         device = self.model.device
         self.optimizers.load_state_tensors(
             {name: tensor.to(device) for name, tensor in state.optimizer.items()}
         )
+        if self.average is not None:
+            self.average.load(state.average)
         self.step = self.saved_at = progress["step"]
         data = progress["data"]
         self.data_state = PackerState(**data | {"waiting": tuple(data["waiting"])})
@@ -309,6 +382,8 @@ class _Run:
         norm = parallel.clip_gradients(parameters, self.config.max_grad_norm)
         self.optimizers.step(factor)
         self.step += 1
+        if self.average is not None:
+            self.average.update(self.step)
         rate = factor * self.config.optimizer.learning_rate
         self.meter.add(values, norm, rate, batch.num_tokens)
         return stop
@@ -335,13 +410,14 @@ class _Run:
         self.model.eval()
         is_two_stream = self.config.objective == "two_stream"
         for name, documents in self.validation.items():
-            result = evaluate(
-                self.model,
-                documents,
-                num_rows=self.config.num_rows,
-                row_length=self.config.row_length,
-                block_size=max(self.config.block_sizes) if is_two_stream else None,
-            )
+            with nullcontext() if self.average is None else self.average.in_place():
+                result = evaluate(
+                    self.model,
+                    documents,
+                    num_rows=self.config.num_rows,
+                    row_length=self.config.row_length,
+                    block_size=max(self.config.block_sizes) if is_two_stream else None,
+                )
             self.on_event(EvalEvent(step=self.step, name=name, result=result))
         self.meter.pause(time.monotonic() - started)
 
@@ -359,6 +435,7 @@ class _Run:
             model={name: p.detach() for name, p in self.model.named_parameters()},
             optimizer=self.optimizers.state_tensors(),
             progress=progress,
+            average={} if self.average is None else self.average.tensors,
         )
         path = (save_sharded_state if is_sharded else save_state)(self.config.out, state)
         self.saved_at = self.step
@@ -368,35 +445,28 @@ class _Run:
 def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int) -> Losses:
     """Returns the losses of this process's share of a batch; their mean is that of the whole batch.
 
-    Noise depends on the seed and the step alone: it is drawn for all rows, whoever takes them.
+    Noise is drawn for all rows, whoever takes them, as `draw_canvases` says.
     """
     share = parallel.rank(), parallel.world_size()
     whole, batch = batch, batch.share(*share)
     clean_weights = ar_weights(batch.document_ids, batch.is_response, config.losses.prompt_weight)
+    records_routers = config.losses.balance_weight > 0
     if config.objective == "ar":
-        logits = model(batch.input_ids, document_ids=batch.document_ids)
+        with record_router_logits(model, enabled=records_routers) as router_logits:
+            logits = model(batch.input_ids, document_ids=batch.document_ids)
         loss = ar_loss(logits, batch.input_ids, clean_weights, parallel.mean_over_processes)
-        return Losses(total=loss, ar=loss)
-    assert model.config.diffusion is not None
-    block_size = choose_block_size(
-        config.block_sizes, counter_generator(config.seed, step, "block size")
-    )
-    generator = counter_generator(config.seed, step, "noise")
-    skips = draw_skips(len(whole.spans), block_size, config.block_skip_probability, generator)
-    blocks = cut_blocks(whole, block_size, skips=skips).repeat(config.canvases_per_block)
-    noised = noise_blocks(
-        blocks.targets,
-        blocks.is_used if config.losses.end_weight > 0 else blocks.is_token,
-        mask_token_id=model.config.diffusion.mask_token_id,
-        min_level=config.min_noise_level,
-        generator=generator,
-        prefix_lengths=draw_prefix_lengths(blocks.is_token, config.prefix_probability, generator),
-    )
-    blocks, noised = share_blocks(blocks, noised, *share)
-    clean_logits, canvas_logits = model.two_stream(
-        batch.input_ids, batch.document_ids, noised.canvas, blocks.starts
-    )
-    return two_stream_loss(
+        losses = Losses(total=loss, ar=loss)
+        return _add_balance(losses, router_logits, batch.document_ids >= 0, model.config, config)
+    blocks, noised = share_blocks(*draw_canvases(model, whole, config, step), *share)
+    with record_router_logits(model, enabled=records_routers) as router_logits:
+        clean_logits, canvas_logits = model.two_stream(
+            batch.input_ids,
+            batch.document_ids,
+            noised.canvas,
+            blocks.starts,
+            coreset_size=annealed_coreset_size(step, config, model.config),
+        )
+    losses = two_stream_loss(
         clean_logits,
         canvas_logits,
         input_ids=batch.input_ids,
@@ -408,6 +478,98 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
         config=config.losses,
         weight_mean=parallel.mean_over_processes,
     )
+    is_valid = torch.cat([batch.document_ids >= 0, blocks.is_used.flatten(1)], dim=1)
+    return _add_balance(losses, router_logits, is_valid, model.config, config)
+
+
+def draw_canvases(
+    model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int
+) -> tuple[Blocks, NoisedBlocks]:
+    """Returns the blocks of a step and their canvases, those of all processes.
+
+    They depend on the seed and the step alone, tokens that the model draws also on its weights.
+    """
+    assert model.config.diffusion is not None
+    mask_token_id = model.config.diffusion.mask_token_id
+    block_size = choose_block_size(
+        config.block_sizes, counter_generator(config.seed, step, "block size")
+    )
+    generator = counter_generator(config.seed, step, "noise")
+    skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
+    blocks = cut_blocks(batch, block_size, skips=skips)
+    if not config.complementary_masks:
+        blocks = blocks.repeat(config.canvases_per_block)
+    is_learned = blocks.is_used if config.losses.end_weight > 0 else blocks.is_token
+    noised = noise_blocks(
+        blocks.targets,
+        is_learned,
+        mask_token_id=mask_token_id,
+        min_level=config.min_noise_level,
+        generator=generator,
+        prefix_lengths=draw_prefix_lengths(blocks.is_token, config.prefix_probability, generator),
+    )
+    if config.complementary_masks:
+        other = complement(noised, blocks.targets, is_learned, mask_token_id=mask_token_id)
+        blocks, noised = blocks.repeat(2), noised.beside(other)
+    if config.edits.probability > 0:
+        text_ids, predict = _previewer(model, batch, blocks, config, step)
+        noised = add_edits(
+            noised,
+            blocks.targets,
+            blocks.is_token,
+            config.edits,
+            mask_token_id=mask_token_id,
+            text_ids=text_ids,
+            predict=predict,
+            generator=counter_generator(config.seed, step, "edits"),
+        )
+    return blocks, noised
+
+
+def _previewer(
+    model: CloverForCausalLM, batch: Batch, blocks: Blocks, config: TrainConfig, step: int
+) -> tuple[Tensor, Predict]:
+    """Returns the ids of text, ascending, and what predicts canvas positions from among them."""
+    assert config.num_token_ids is not None
+    is_text = torch.ones(model.config.vocab_size, dtype=torch.bool, device=model.device)
+    is_text[list(reserved_token_ids(model.config, config.num_token_ids))] = False
+
+    @torch.no_grad()
+    def predict(canvas: Tensor) -> Tensor:
+        clean_logits, canvas_logits = model.two_stream(
+            batch.input_ids,
+            batch.document_ids,
+            canvas,
+            blocks.starts,
+            coreset_size=annealed_coreset_size(step, config, model.config),
+        )
+        aligned = align_canvas_logits(
+            clean_logits, canvas_logits, blocks.starts, shift_logits=config.losses.shift_logits
+        )
+        return aligned.masked_fill(~is_text, -torch.inf)
+
+    return is_text.nonzero()[:, 0], predict
+
+
+def _add_balance(
+    losses: Losses,
+    router_logits: Sequence[Tensor],
+    is_valid: Tensor,
+    model: ModelConfig,
+    config: TrainConfig,
+) -> Losses:
+    """Returns the losses with the load-balancing part, if the routers were recorded for it."""
+    if not router_logits:
+        return losses
+    assert isinstance(model.mlp, MoeConfig)
+    balance = load_balancing_loss(
+        router_logits,
+        is_valid,
+        num_experts_per_tok=model.mlp.num_experts_per_tok,
+        weight_mean=parallel.mean_over_processes,
+    )
+    total = losses.total + config.losses.balance_weight * balance
+    return replace(losses, total=total, balance=balance)
 
 
 def draw_skips(
@@ -435,6 +597,10 @@ def _check_model(model: CloverForCausalLM, config: TrainConfig) -> None:
     limit = model.config.max_position_embeddings
     if config.row_length > limit:
         raise TrainingInputError(f"row_length {config.row_length} is above the model's {limit}")
+    if config.losses.balance_weight > 0 and not isinstance(model.config.mlp, MoeConfig):
+        raise TrainingInputError(
+            "losses.balance_weight is above 0, but a dense model has no routers"
+        )
     if config.objective == "ar":
         return
     diffusion = model.config.diffusion
@@ -446,6 +612,10 @@ def _check_model(model: CloverForCausalLM, config: TrainConfig) -> None:
         raise TrainingInputError(
             f"losses.shift_logits is {config.losses.shift_logits}, the model's config says "
             f"{diffusion.shift_logits}: they must agree"
+        )
+    if config.coreset_anneal_fraction > 0 and diffusion.expert_coreset_size is None:
+        raise TrainingInputError(
+            "coreset_anneal_fraction is above 0, but the model has no expert_coreset_size to end at"
         )
 
 
@@ -464,7 +634,11 @@ def _load_parameters(model: CloverForCausalLM, saved: Mapping[str, Tensor]) -> N
         parameters[name].copy_(tensor)
 
 
-def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _check_same_run(saved: Mapping[str, Any], config: TrainConfig) -> None:
+    """Compares a run with a saved one; a field that the older one did not know had its default."""
+    defaults = config_to_json(TrainConfig(objective=config.objective, steps=config.steps))
+    del defaults["parallelism"]  # a run older than this field drew its noise in another way
+    saved, current = _with_defaults(saved, defaults), config_to_json(config)
     changed = [
         f"{name} was {saved.get(name)!r}, is {current.get(name)!r}"
         for name in sorted(set(saved) | set(current))
@@ -475,6 +649,16 @@ def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Non
             f"the saved state is of another run: {'; '.join(changed)}; give the same options, or "
             "another folder"
         )
+
+
+def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    filled = {
+        name: _with_defaults(saved.get(name, {}), value)
+        if isinstance(value, dict)
+        else saved.get(name, value)
+        for name, value in defaults.items()
+    }
+    return {**saved, **filled}
 
 
 class _Meter:

@@ -18,7 +18,7 @@ from clover.config import (
     ModelConfig,
     MoeConfig,
 )
-from clover.model.moe import Experts, SparseMoe, restrict_to_coreset
+from clover.model.moe import Experts, SparseMoe, record_router_logits, restrict_to_coreset
 from clover.model.streams import Streams
 from clover.model.transformer import CloverForCausalLM
 
@@ -248,3 +248,32 @@ def test_a_small_coreset_changes_every_preview_and_no_commit() -> None:
         assert torch.equal(x, y)
     for x, y in zip(previews, free_previews, strict=True):
         assert (x - y).abs().max() > 0.01
+
+
+def test_router_logits_are_recorded_inside_the_context_alone_and_change_nothing() -> None:
+    model = model_with_coreset(2)
+    input_ids = torch.arange(16).view(2, 8)
+    canvas, starts = torch.full((2, 1, 4), 39), torch.tensor([[4], [8]])
+    before = model.two_stream(input_ids, None, canvas, starts)
+    with record_router_logits(model) as records:
+        during = model.two_stream(input_ids, None, canvas, starts)
+    after = model.two_stream(input_ids, None, canvas, starts)
+    assert [tuple(logits.shape) for logits in records] == [(2, 12, 6), (2, 12, 6)]
+    for x, y, z in zip(before, during, after, strict=True):
+        assert torch.equal(x, y) and torch.equal(x, z)
+    with record_router_logits(model, enabled=False) as nothing:
+        model(input_ids)
+    assert nothing == []
+
+
+@torch.no_grad()
+def test_a_pass_may_have_a_coreset_of_its_own() -> None:
+    input_ids = torch.arange(16).view(2, 8)
+    canvas, starts = torch.full((2, 1, 4), 39), torch.tensor([[4], [8]])
+    small, middle = model_with_coreset(2), model_with_coreset(4)
+    clean, noised = small.two_stream(input_ids, None, canvas, starts, coreset_size=4)
+    for x, y in zip(
+        (clean, noised), middle.two_stream(input_ids, None, canvas, starts), strict=True
+    ):
+        assert torch.equal(x, y)
+    assert not torch.equal(noised, small.two_stream(input_ids, None, canvas, starts)[1])

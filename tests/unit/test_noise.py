@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from clover.diffusion.noise import (
+    EditConfig,
     NoisedBlocks,
+    Predict,
+    add_edits,
     choose_block_size,
+    complement,
     counter_generator,
     draw_prefix_lengths,
+    draw_wrong_tokens,
     noise_blocks,
+    sample_wrong_tokens,
 )
 from clover.errors import ConfigError
 
@@ -131,6 +137,138 @@ def test_noise_depends_on_seed_step_and_purpose_alone() -> None:
         for purpose in ("a", "b")
     }
     assert len(seeds) == 18
+
+
+def test_complement_masks_exactly_what_the_first_canvas_shows() -> None:
+    is_token = torch.ones(4, 500, 8, dtype=torch.bool)
+    is_token[:, ::5, 3:] = False
+    is_token[:, ::7, 1:] = False
+    targets = torch.arange(is_token.numel()).view(is_token.shape) % 50
+    first = _noise(is_token)
+    second = complement(first, targets, is_token, mask_token_id=MASK)
+    is_whole = (first.masked == is_token).all(dim=-1)
+    assert is_whole.any() and not is_whole.all()
+    assert torch.equal(second.masked[~is_whole], (is_token & ~first.masked)[~is_whole])
+    # Nothing was shown: decoding's first canvas, once more
+    assert torch.equal(second.masked[is_whole], first.masked[is_whole])
+    assert second.masked.any(dim=-1).all()
+    kept = is_token & ~second.masked
+    assert torch.equal(second.canvas[kept], targets[kept])
+    assert (second.canvas[~kept] == MASK).all()
+
+
+def test_a_complements_level_is_the_chance_that_its_tokens_had_to_be_masked() -> None:
+    is_token = torch.ones(1, 4_000, 16, dtype=torch.bool)
+    first = _noise(is_token)
+    second = complement(first, torch.zeros_like(is_token).long(), is_token, mask_token_id=MASK)
+    is_whole = first.masked.all(dim=-1)
+    inner = ~is_whole & (first.level < 15 / 16)
+    assert torch.equal(second.level[inner], 1.0 - first.level[inner])
+    assert torch.equal(second.level[is_whole], first.level[is_whole])
+    # A level near 0 would give the few tokens that 1/level weights an unbounded weight
+    assert float(second.level.min()) >= 1 / 16
+    share = second.masked[inner].float().mean() - second.level[inner].mean()
+    assert abs(float(share)) < 2 * STATISTICAL_TOLERANCE
+
+
+def test_the_complement_of_a_prefix_masks_the_prefix_at_the_level_of_its_share() -> None:
+    is_token = torch.ones(1, 3, 8, dtype=torch.bool)
+    targets = torch.arange(24).view(1, 3, 8)
+    first = noise_blocks(
+        targets,
+        is_token,
+        mask_token_id=MASK,
+        min_level=0.0,
+        generator=counter_generator(0, 0, "test"),
+        prefix_lengths=torch.tensor([[1, 4, 7]]),
+    )
+    second = complement(first, targets, is_token, mask_token_id=MASK)
+    assert second.masked.sum(dim=-1).tolist() == [[1, 4, 7]]
+    assert torch.equal(second.level, torch.tensor([[1, 4, 7]]) / 8)
+
+
+def _no_preview(canvas: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("edits by chance alone need no preview")
+
+
+def _edit(
+    noised: NoisedBlocks,
+    targets: torch.Tensor,
+    is_token: torch.Tensor,
+    config: EditConfig,
+    predict: Predict = _no_preview,
+) -> NoisedBlocks:
+    return add_edits(
+        noised,
+        targets,
+        is_token,
+        config,
+        mask_token_id=MASK,
+        text_ids=torch.arange(2, 50),
+        predict=predict,
+        generator=counter_generator(0, 0, "edits"),
+    )
+
+
+def test_edits_are_wrong_tokens_of_text_in_visible_places_as_often_as_asked() -> None:
+    is_token = torch.ones(4, 500, 8, dtype=torch.bool)
+    is_token[:, ::3, 5:] = False
+    targets = 2 + torch.arange(is_token.numel()).view(is_token.shape) % 48
+    noised = _noise(torch.ones_like(is_token))
+    edited = _edit(noised, targets, is_token, EditConfig(probability=0.25))
+    visible = is_token & ~noised.masked
+    assert not edited.edited[~visible].any()
+    share = edited.edited[visible].float().mean()
+    assert abs(float(share) - 0.25) < STATISTICAL_TOLERANCE
+    wrong = edited.canvas[edited.edited]
+    assert (wrong != targets[edited.edited]).all() and (wrong >= 2).all() and (wrong < 50).all()
+    assert torch.equal(edited.canvas[~edited.edited], noised.canvas[~edited.edited])
+    assert torch.equal(edited.masked, noised.masked)
+    again = _edit(noised, targets, is_token, EditConfig(probability=0.25))
+    assert torch.equal(edited.canvas, again.canvas)
+
+
+def test_the_model_draws_edits_looking_at_masks_in_their_place() -> None:
+    is_token = torch.ones(2, 200, 8, dtype=torch.bool)
+    targets = 2 + torch.arange(is_token.numel()).view(is_token.shape) % 40
+    noised = _noise(is_token)
+    seen = []
+
+    def predict(canvas: torch.Tensor) -> torch.Tensor:
+        seen.append(canvas)
+        logits = torch.full((*canvas.shape, MASK + 1), -torch.inf)
+        logits[..., 45] = 0.0
+        return logits.scatter(-1, targets.unsqueeze(-1), 20.0)  # nearly sure of the truth
+
+    config = EditConfig(probability=0.5, model_share=0.5)
+    edited = _edit(noised, targets, is_token, config, predict)
+    (canvas,) = seen
+    by_model = (canvas == MASK) & ~noised.masked
+    assert by_model.any() and (edited.edited & ~by_model).any()
+    assert (edited.canvas[by_model] == 45).all() and edited.edited[by_model].all()
+    assert torch.equal(canvas[~by_model], noised.canvas[~by_model])
+
+
+def test_wrong_tokens_by_chance_are_uniform_over_the_others() -> None:
+    text_ids = torch.tensor([3, 5, 8, 9])
+    targets = torch.full((8_000,), 5)
+    drawn = draw_wrong_tokens(targets, text_ids, counter_generator(0, 0, "draws"))
+    for token_id, share in ((3, 1 / 3), (5, 0.0), (8, 1 / 3), (9, 1 / 3)):
+        assert abs(float((drawn == token_id).float().mean()) - share) < STATISTICAL_TOLERANCE
+
+
+def test_wrong_tokens_of_the_model_follow_its_probabilities_without_the_target() -> None:
+    logits = torch.tensor([-torch.inf, 0.2, 3.0, 1.0, -torch.inf]).expand(8_000, 5)
+    targets = torch.full((8_000,), 2)
+    drawn = sample_wrong_tokens(logits, targets, counter_generator(0, 0, "draws"))
+    expected = torch.tensor([0.2, 1.0]).softmax(-1)
+    assert set(drawn.tolist()) == {1, 3}
+    assert abs(float((drawn == 1).float().mean() - expected[0])) < STATISTICAL_TOLERANCE
+
+
+def test_a_share_outside_its_range_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"edits\.model_share must be in \[0, 1\], found 1.5"):
+        EditConfig(model_share=1.5)
 
 
 def test_every_block_size_is_chosen_about_equally_often() -> None:

@@ -17,6 +17,7 @@ from clover.diffusion.objective import (
     confidence_loss,
     diffusion_weights,
     distillation_loss,
+    load_balancing_loss,
     two_stream_loss,
     weighted_cross_entropy,
 )
@@ -47,6 +48,17 @@ def masked() -> Tensor:
     masked = torch.zeros(B, N, BLOCK, dtype=torch.bool)
     masked[0, 0, 0] = masked[0, 1, 2:] = masked[1, 0, 3] = masked[1, 2, :] = True
     return masked
+
+
+def _noised(
+    masked: Tensor, *, edited: Tensor | None = None, level: Tensor | None = None
+) -> NoisedBlocks:
+    return NoisedBlocks(
+        canvas=masked.long(),
+        masked=masked,
+        edited=torch.zeros_like(masked) if edited is None else edited,
+        level=torch.ones(B, N) if level is None else level,
+    )
 
 
 def _cross_entropy(logits: Tensor, target: int) -> float:
@@ -156,10 +168,10 @@ def test_distillation_compares_with_the_clean_token_before_and_spares_the_teache
 
 def test_weights_by_level_are_its_inverse_where_masked(masked: Tensor) -> None:
     level = torch.tensor([[0.5, 0.25, 1.0], [0.1, 1.0, 0.8]])
-    noised = NoisedBlocks(canvas=masked.long(), masked=masked, level=level)
+    noised = _noised(masked, level=level)
     is_token = torch.ones_like(masked)
-    plain = diffusion_weights(noised, is_token, end_weight=0.1, by_level=False)
-    by_level = diffusion_weights(noised, is_token, end_weight=0.1, by_level=True)
+    plain = diffusion_weights(noised, is_token, ObjectiveConfig())
+    by_level = diffusion_weights(noised, is_token, ObjectiveConfig(weight_by_level=True))
     assert torch.equal(plain, masked.float())
     for row, block, position in masked.nonzero().tolist():
         expected = 1.0 / float(level[row, block])
@@ -168,13 +180,86 @@ def test_weights_by_level_are_its_inverse_where_masked(masked: Tensor) -> None:
 
 
 def test_positions_right_of_the_end_weigh_what_the_config_says(masked: Tensor) -> None:
-    noised = NoisedBlocks(canvas=masked.long(), masked=masked, level=torch.ones(B, N))
+    noised = _noised(masked)
     is_token = torch.ones_like(masked)
     is_token[..., -1] = False
-    weights = diffusion_weights(noised, is_token, end_weight=0.25, by_level=False)
+    weights = diffusion_weights(noised, is_token, ObjectiveConfig(end_weight=0.25))
     assert torch.equal(weights[..., :-1], masked[..., :-1].float())
     assert bool(masked[..., -1].any())
     assert torch.equal(weights[..., -1], 0.25 * masked[..., -1])
+
+
+def test_load_balance_is_counted_choice_by_choice(seeded: torch.Generator) -> None:
+    layers = [torch.randn(B, T, 5, generator=seeded, requires_grad=True) for _ in range(3)]
+    is_valid = torch.rand(B, T, generator=seeded) < 0.7
+    expected = torch.zeros(())
+    for logits in layers:
+        rows = [logits[place] for place in map(tuple, is_valid.nonzero().tolist())]
+        choices = [0] * 5
+        for row in rows:
+            for expert in row.sort(descending=True).indices[:2].tolist():
+                choices[expert] += 1
+        for expert in range(5):
+            share = choices[expert] / (2 * len(rows))
+            mean = sum((row.softmax(-1)[expert] for row in rows), torch.zeros(())) / len(rows)
+            expected = expected + 5 * share * mean / 3
+    found = load_balancing_loss(layers, is_valid, num_experts_per_tok=2)
+    assert abs(float((found - expected).detach())) < TOLERANCE
+    wanted = torch.autograd.grad(expected, layers)
+    for gradient, reference in zip(torch.autograd.grad(found, layers), wanted, strict=True):
+        assert (gradient - reference).abs().max() < TOLERANCE
+        assert not gradient[~is_valid].any() and gradient[is_valid].any()
+
+
+def test_load_balance_is_one_when_even_and_the_number_of_experts_when_one_has_all() -> None:
+    is_valid = torch.ones(1, 4, dtype=torch.bool)
+    even = 50.0 * torch.eye(4)[None]
+    assert abs(float(load_balancing_loss([even], is_valid, num_experts_per_tok=1)) - 1.0) < 1e-6
+    lone = 50.0 * torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(1, 4, 4)
+    assert abs(float(load_balancing_loss([lone], is_valid, num_experts_per_tok=1)) - 4.0) < 1e-6
+
+
+def test_wrong_tokens_are_repaired_and_right_ones_kept_by_weights_of_their_own(
+    masked: Tensor,
+) -> None:
+    edited = ~masked & (torch.arange(BLOCK) % 2 == 0)
+    is_token = torch.ones_like(masked)
+    is_token[1, 2, 2:] = False
+    noised = _noised(masked, edited=edited, level=torch.full((B, N), 0.5))
+    config = ObjectiveConfig(edit_weight=0.7, kept_weight=0.2, end_weight=0.1, weight_by_level=True)
+    weights = diffusion_weights(noised, is_token, config)
+    for place in torch.cartesian_prod(torch.arange(B), torch.arange(N), torch.arange(BLOCK)):
+        index = tuple(place.tolist())
+        expected = 2.0 if masked[index] else 0.7 if edited[index] else 0.2
+        if not is_token[index]:
+            expected = 0.1 * (2.0 if masked[index] else 0.7 if edited[index] else 0.0)
+        assert abs(float(weights[index]) - expected) < TOLERANCE
+    assert edited.any() and (~masked & ~edited & is_token).any()
+    without = diffusion_weights(noised, is_token, ObjectiveConfig(edit_weight=0.0))
+    assert torch.equal(without > 0, masked)
+
+
+def test_a_wrong_token_is_asked_for_its_target_at_its_own_position(
+    clean: Tensor, canvas: Tensor, targets: Tensor
+) -> None:
+    edited = torch.zeros(B, N, BLOCK, dtype=torch.bool)
+    edited[1, 1, 2] = edited[0, 0, 0] = True
+    losses = two_stream_loss(
+        clean,
+        canvas,
+        input_ids=torch.zeros(B, T, dtype=torch.long),
+        clean_weights=torch.ones(B, T),
+        block_starts=STARTS,
+        targets=targets,
+        is_token=torch.ones_like(edited),
+        noised=_noised(torch.zeros_like(edited), edited=edited),
+        config=ObjectiveConfig(edit_weight=0.5),
+    )
+    # Shifted: a position is read one row earlier, a block's first at the clean token before it
+    first = _cross_entropy(clean[0, int(STARTS[0, 0]) - 1], int(targets[0, 0, 0]))
+    inner = _cross_entropy(canvas[1, 1, 1], int(targets[1, 1, 2]))
+    assert losses.diffusion is not None
+    assert abs(float(losses.diffusion) - (first + inner) / 2) < TOLERANCE
 
 
 @pytest.mark.parametrize("shift_logits", [True, False])
@@ -183,7 +268,7 @@ def test_two_stream_loss_is_the_weighted_sum_of_its_parts(
 ) -> None:
     input_ids = torch.arange(B * T).view(B, T) % V
     clean_weights = torch.ones(B, T)
-    noised = NoisedBlocks(canvas=targets, masked=masked, level=torch.full((B, N), 0.5))
+    noised = _noised(masked, level=torch.full((B, N), 0.5))
     losses = two_stream_loss(
         clean,
         canvas,
@@ -223,7 +308,7 @@ def test_parts_of_weight_zero_are_not_computed(
         block_starts=STARTS,
         targets=targets,
         is_token=torch.ones_like(masked),
-        noised=NoisedBlocks(canvas=targets, masked=masked, level=torch.ones(B, N)),
+        noised=_noised(masked),
         config=ObjectiveConfig(),
     )
     assert losses.confidence is None and losses.distillation is None

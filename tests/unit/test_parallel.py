@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from clover.checkpoint.load import load_model, save_model
 from clover.config import ModelConfig
+from clover.diffusion.noise import EditConfig
+from clover.diffusion.objective import ObjectiveConfig
 from clover.errors import TrainingError
 from clover.model.transformer import CloverForCausalLM
 from clover.train import parallel
@@ -70,6 +72,20 @@ def run_config(parallelism: Any = "ddp", **changes: Any) -> TrainConfig:
     return TrainConfig(**(fields | changes))
 
 
+def rich_config(parallelism: Any = "ddp", *, model_share: float = 0.0) -> TrainConfig:
+    """A run with what is off by default."""
+    return run_config(
+        parallelism,
+        steps=3,
+        losses=ObjectiveConfig(balance_weight=0.1, kept_weight=0.1),
+        canvases_per_block=2,
+        complementary_masks=True,
+        edits=EditConfig(probability=0.3, model_share=model_share),
+        num_token_ids=25,
+        ema_decay=0.0 if parallelism == "fsdp" else 0.5,
+    )
+
+
 def curve(
     model: CloverForCausalLM,
     config: TrainConfig,
@@ -120,7 +136,7 @@ import dataclasses, json, os, shutil, signal, sys
 from pathlib import Path
 import torch
 from conftest import make_tiny_config
-from test_parallel import Echo, curve, new_model, run_config
+from test_parallel import Echo, curve, new_model, rich_config, run_config
 from clover.train import parallel
 
 parallelism, out = sys.argv[1], Path(sys.argv[2])
@@ -154,6 +170,11 @@ with parallel.process_group():
     for name, expected in whole.named_parameters():
         found = parallel.whole_tensor(resumed.get_parameter(name))
         assert torch.equal(found, parallel.whole_tensor(expected)), name
+
+    results["rich"] = curve(new_model(make_tiny_config()), rich_config(parallelism))
+    if parallelism == "ddp":
+        model = new_model(make_tiny_config())
+        results["previewed"] = curve(model, rich_config(model_share=0.5))
 
     if parallelism == "fsdp":
         half = new_model(make_tiny_config())
@@ -189,6 +210,12 @@ def test_two_processes_give_the_loss_curve_of_one(
     for event, (losses, norm) in zip(expected, results["fp32"], strict=True):
         assert losses == pytest.approx(event.losses, rel=LOSS_TOLERANCE)
         assert norm == pytest.approx(event.grad_norm, rel=LOSS_TOLERANCE)
+    shares = {"rich": 0.0} | ({"previewed": 0.5} if parallelism == "ddp" else {})
+    for name, share in shares.items():
+        others = curve(new_model(tiny_config()), rich_config(model_share=share))
+        for event, (losses, _) in zip(others, results[name], strict=True):
+            assert "balance" in losses
+            assert losses == pytest.approx(event.losses, rel=LOSS_TOLERANCE)
     if parallelism == "fsdp":
         for event, (losses, _) in zip(expected, results["bf16"], strict=True):
             assert losses == pytest.approx(event.losses, rel=BF16_TOLERANCE)

@@ -14,18 +14,28 @@ import torch
 from torch import Tensor
 
 from clover.config import DiffusionConfig, ModelConfig
+from clover.diffusion.noise import EditConfig
 from clover.diffusion.objective import ObjectiveConfig
 from clover.errors import ConfigError, TrainingError
 from clover.model.transformer import CloverForCausalLM
 from clover.train.data import Document
 from clover.train.evaluation import evaluate
-from clover.train.events import SaveEvent, StepEvent, SummaryEvent, TrainEvent
-from clover.train.optimizer import Muon, OptimizerConfig, Optimizers, classify, newton_schulz
+from clover.train.events import EvalEvent, SaveEvent, StepEvent, SummaryEvent, TrainEvent
+from clover.train.optimizer import (
+    Muon,
+    OptimizerConfig,
+    Optimizers,
+    WeightAverage,
+    classify,
+    newton_schulz,
+)
 from clover.train.packing import cut_blocks, pack_rows
 from clover.train.state import STATE_FILE, SavedState, load_state, save_state
 from clover.train.trainer import (
     TrainConfig,
+    annealed_coreset_size,
     batch_losses,
+    draw_canvases,
     draw_skips,
     learning_rate_factor,
     stop_on_signal,
@@ -93,13 +103,27 @@ def _stop_after(step: int) -> Callable[[TrainEvent], None]:
     return on_event
 
 
+# What is off by default and has a state or draws numbers
+EVERYTHING: dict[str, Any] = {
+    "losses": ObjectiveConfig(balance_weight=0.1, kept_weight=0.1),
+    "canvases_per_block": 2,
+    "complementary_masks": True,
+    "edits": EditConfig(probability=0.3, model_share=0.5),
+    "num_token_ids": 25,
+    "ema_decay": 0.5,
+}
+
+
 @pytest.mark.parametrize("objective", ["ar", "two_stream"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_run_that_is_stopped_and_resumed_ends_bit_for_bit_like_an_unbroken_one(
     tiny_config: ConfigFactory, tmp_path: Path, objective: str, optimizer: Any
 ) -> None:
     shape = tiny_config(diffusion=objective == "two_stream")
-    config = _config(objective, optimizer=OptimizerConfig(name=optimizer, learning_rate=1e-2))
+    options = EVERYTHING if (objective, optimizer) == ("two_stream", "adamw") else {}
+    config = _config(
+        objective, optimizer=OptimizerConfig(name=optimizer, learning_rate=1e-2), **options
+    )
     whole = _model(shape)
     _run(whole, config)
 
@@ -130,6 +154,44 @@ def test_every_parameter_of_a_clover_model_is_trained(tiny_config: ConfigFactory
     _run(model, _config("two_stream", steps=3, num_rows=4))
     still = [n for n, tensor in before.items() if torch.equal(model.get_parameter(n), tensor)]
     assert still == []
+
+
+def test_the_average_weighs_the_latest_steps_most_and_forgets_the_start() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False)
+    values = [5.0, 1.0, 2.0, -3.0, 4.0]
+    with torch.no_grad():
+        layer.weight.fill_(values[0])
+    average, expected = WeightAverage(layer, 0.3), values[0]
+    for step, value in enumerate(values[1:], start=1):
+        with torch.no_grad():
+            layer.weight.fill_(value)
+        average.update(step)
+        decay = min(0.3, (1 + step) / (10 + step))
+        expected = decay * expected + (1.0 - decay) * value
+    assert float(average.tensors["weight"]) == pytest.approx(expected)
+    with average.in_place():
+        assert float(layer.weight.detach()) == pytest.approx(expected)
+    assert float(layer.weight.detach()) == values[-1]
+
+
+def test_the_average_is_what_is_evaluated_and_what_a_run_leaves(
+    tiny_config: ConfigFactory, tmp_path: Path
+) -> None:
+    shape = tiny_config(diffusion=False)
+    documents = [_Echo().document(index) for index in range(5)]
+    options: dict[str, Any] = {"validation": {"seen": documents}}
+    plain, averaged = _model(shape), _model(shape)
+    _run(plain, _config(out=tmp_path / "plain"))
+    events = _run(averaged, _config(out=tmp_path / "averaged", ema_decay=0.5), **options)
+    state = load_state(tmp_path / "averaged")
+    for name, weight in _weights(averaged).items():
+        assert torch.equal(weight, state.average[name])
+        # Averaging watches the run and does not disturb it
+        assert torch.equal(state.model[name], plain.get_parameter(name))
+    assert not torch.equal(averaged.lm_head.weight, plain.lm_head.weight)
+    last = [event.result for event in events if isinstance(event, EvalEvent)][-1]
+    result = evaluate(averaged, documents, num_rows=2, row_length=32, block_size=None)
+    assert last.loss == result.loss
 
 
 def test_events_tell_the_run_in_order(tiny_config: ConfigFactory, tmp_path: Path) -> None:
@@ -446,6 +508,139 @@ def test_each_canvas_of_a_block_is_noised_for_itself(tiny_config: ConfigFactory)
     assert len(set(losses)) == 3
 
 
+@pytest.mark.parametrize("objective", ["ar", "two_stream"])
+def test_load_balance_is_added_with_its_weight_and_moves_the_routers(
+    tiny_config: ConfigFactory, objective: str
+) -> None:
+    model = _model(tiny_config(diffusion=objective == "two_stream"))
+    batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
+    plain = batch_losses(model, batch, _config(objective), 0)
+    config = _config(objective, losses=ObjectiveConfig(balance_weight=0.5))
+    balanced = batch_losses(model, batch, config, 0)
+    assert plain.balance is None and balanced.balance is not None
+    added = 0.5 * float(balanced.balance.detach())
+    assert float(balanced.total.detach()) == pytest.approx(float(plain.total.detach()) + added)
+    moved = torch.autograd.grad(
+        balanced.balance, model.get_parameter("model.layers.0.mlp.gate.weight")
+    )
+    assert moved[0].any()
+
+
+def test_padding_and_unused_blocks_do_not_count_for_the_load_balance(
+    tiny_config: ConfigFactory,
+) -> None:
+    model = _model(tiny_config())
+    config = _config("two_stream", losses=ObjectiveConfig(balance_weight=1.0))
+    rows = [[_Echo().document(1)]]
+    values = []
+    for length in (20, 60):
+        batch = pack_rows(rows, row_length=length, pad_token_id=0)
+        balance = batch_losses(model, batch, config, 0).balance
+        assert balance is not None
+        values.append(float(balance.detach()))
+    assert values[0] == pytest.approx(values[1], rel=STEP_TOLERANCE)
+
+
+def test_the_coreset_shrinks_from_all_experts_to_its_final_size(
+    tiny_config: ConfigFactory,
+) -> None:
+    shape = dataclasses.replace(
+        tiny_config(mlp=dataclasses.replace(tiny_config().mlp, num_experts=16)),
+        diffusion=DiffusionConfig(block_size=8, mask_token_id=63, expert_coreset_size=6),
+    )
+    config = _config("two_stream", steps=40, coreset_anneal_fraction=0.5)
+    sizes = [annealed_coreset_size(step, config, shape) for step in range(40)]
+    assert sizes[:20] == [16 - step // 2 for step in range(20)]
+    assert sizes[20:] == [None] * 20
+    plain = _config("two_stream", steps=40)
+    assert {annealed_coreset_size(step, plain, shape) for step in range(40)} == {None}
+
+
+def test_a_step_is_trained_with_the_coreset_of_its_time(tiny_config: ConfigFactory) -> None:
+    small = dataclasses.replace(
+        tiny_config(),
+        diffusion=DiffusionConfig(block_size=8, mask_token_id=63, expert_coreset_size=2),
+    )
+    batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
+    config = _config("two_stream", steps=10, coreset_anneal_fraction=0.5)
+    for step, model in ((0, _model(tiny_config())), (5, _model(small))):
+        found = batch_losses(_model(small), batch, config, step).total
+        expected = batch_losses(model, batch, _config("two_stream", steps=10), step).total
+        assert torch.equal(found, expected)
+
+
+def test_what_a_model_cannot_do_is_refused_before_training(tiny_config: ConfigFactory) -> None:
+    with pytest.raises(TrainingError, match="no expert_coreset_size to end at"):
+        _run(_model(tiny_config()), _config("two_stream", coreset_anneal_fraction=0.5))
+    with pytest.raises(TrainingError, match="a dense model has no routers"):
+        _run(
+            _model(tiny_config("dense")),
+            _config("two_stream", losses=ObjectiveConfig(balance_weight=0.1)),
+        )
+
+
+def test_a_run_saved_before_a_field_existed_can_be_resumed(
+    tiny_config: ConfigFactory, tmp_path: Path
+) -> None:
+    shape = tiny_config()
+    config = _config("two_stream", out=tmp_path)
+    _run(_model(shape), config, on_event=_stop_after(2))
+    state = load_state(tmp_path)
+    older = dict(state.progress["config"])
+    del older["coreset_anneal_fraction"]
+    older["losses"] = {k: v for k, v in older["losses"].items() if k != "balance_weight"}
+    save_state(tmp_path, dataclasses.replace(state, progress=state.progress | {"config": older}))
+    changed = dataclasses.replace(config, losses=ObjectiveConfig(balance_weight=0.1))
+    with pytest.raises(
+        TrainingError, match=r"losses was .*; give the same options, or another folder"
+    ):
+        _run(_model(shape), changed, resume=True)
+    summary = _run(_model(shape), config, resume=True)[-1]
+    assert isinstance(summary, SummaryEvent) and summary.is_finished
+
+    del older["parallelism"]  # such a run drew its noise in another way
+    save_state(tmp_path, dataclasses.replace(state, progress=state.progress | {"config": older}))
+    with pytest.raises(TrainingError, match="parallelism was None, is 'ddp'"):
+        _run(_model(shape), config, resume=True)
+
+
+@pytest.mark.parametrize("model_share", [0.0, 1.0])
+def test_edits_of_a_step_are_wrong_never_reserved_and_those_of_its_seed(
+    tiny_config: ConfigFactory, model_share: float
+) -> None:
+    model = _model(tiny_config())
+    rows = [[_Echo().document(i) for i in range(3)], [_Echo().document(3)]]
+    batch = pack_rows(rows, row_length=40, pad_token_id=0)
+    config = _config(
+        "two_stream",
+        edits=EditConfig(probability=0.5, model_share=model_share),
+        canvases_per_block=4,
+        num_token_ids=25,
+    )
+    blocks, noised = draw_canvases(model, batch, config, 3)
+    assert noised.edited.any() and not noised.edited[~blocks.is_token].any()
+    wrong = noised.canvas[noised.edited]
+    assert (wrong != blocks.targets[noised.edited]).all() and (wrong < 25).all()
+    assert torch.equal(noised.canvas, draw_canvases(model, batch, config, 3)[1].canvas)
+    # Masks are those of a run without edits
+    plain = draw_canvases(model, batch, _config("two_stream", canvases_per_block=4), 3)[1]
+    assert torch.equal(plain.masked, noised.masked)
+
+
+def test_complementary_canvases_mask_every_token_between_them(
+    tiny_config: ConfigFactory,
+) -> None:
+    model = _model(tiny_config())
+    batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
+    config = _config("two_stream", canvases_per_block=2, complementary_masks=True)
+    blocks, noised = draw_canvases(model, batch, config, 1)
+    first, second = noised.masked.chunk(2, dim=1)
+    is_token = blocks.is_token.chunk(2, dim=1)[0]
+    assert torch.equal(blocks.starts, blocks.starts[:, : first.shape[1]].repeat(1, 2))
+    assert bool((first | second)[is_token].all())
+    assert bool(second.any(-1)[is_token.any(-1)].all())
+
+
 def test_skips_happen_as_often_as_asked_and_stay_below_a_block() -> None:
     generator = torch.Generator().manual_seed(0)
     assert draw_skips(50, 8, 0.0, generator) == [0] * 50
@@ -464,6 +659,16 @@ def test_bf16_lasts_only_while_training() -> None:
     assert (left @ right).dtype == torch.float32
 
 
+def test_a_weight_changed_in_place_is_seen_at_once_in_bf16() -> None:
+    layer = torch.nn.Linear(2, 2, bias=False)
+    x = torch.ones(1, 2)
+    with training_precision("bf16", torch.device("cpu")):
+        assert layer(x).detach().any()
+        with torch.no_grad():
+            layer.weight.zero_()
+        assert not layer(x).detach().any()
+
+
 def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
     model = _model(tiny_config())
     events = _run(model, _config("two_stream", precision="bf16", steps=3))
@@ -477,6 +682,18 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
         ("steps", 0, "steps must be at least 1, found 0"),
         ("canvases_per_block", 0, "canvases_per_block must be at least 1, found 0"),
         ("prefix_probability", -0.5, r"prefix_probability must be in \[0, 1\], found -0.5"),
+        (
+            "complementary_masks",
+            True,
+            "complementary_masks need canvases_per_block to be 2, found 1",
+        ),
+        (
+            "edits",
+            EditConfig(probability=0.1),
+            "num_token_ids must be set to the tokenizer's length",
+        ),
+        ("ema_decay", 1.0, r"ema_decay must be in \[0, 1\), found 1.0"),
+        ("coreset_anneal_fraction", 2.0, r"coreset_anneal_fraction must be in \[0, 1\], found 2.0"),
         ("decay_fraction", 1.5, r"decay_fraction must be in \[0, 1\], found 1.5"),
         ("block_sizes", (), "block_sizes must be positive numbers"),
         ("max_grad_norm", 0.0, "max_grad_norm must be above 0"),
@@ -485,3 +702,26 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
 def test_a_config_outside_its_range_is_refused(field: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _config(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallelism": "fsdp", "ema_decay": 0.5}, "ema_decay must be 0 with parallelism 'fsdp'"),
+        (
+            {
+                "parallelism": "fsdp",
+                "edits": EditConfig(probability=0.1, model_share=0.5),
+                "num_token_ids": 25,
+            },
+            "edits.model_share must be 0 with parallelism 'fsdp'",
+        ),
+        (
+            {"activation_checkpointing": True, "losses": ObjectiveConfig(balance_weight=0.1)},
+            "losses.balance_weight must be 0 with activation_checkpointing",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _config("two_stream", **changes)
