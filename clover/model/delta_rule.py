@@ -174,13 +174,15 @@ def chunk_delta_rule(
     state = v.new_zeros(v.shape[0], num_heads, k.shape[-1], v.shape[-1])
     if initial_state is not None:
         state = initial_state.to(dtype)
+    # Unbound once: the gradient of an index per chunk would fill a whole tensor for each of them
+    chunks = zip(*(x.unbind(dim=2) for x in (u_free, w, q, k_to_end, chunk_decay)), strict=True)
     states, updates, read = [], [], []
-    for chunk in range(v.shape[2]):
-        u = u_free[:, :, chunk] - w[:, :, chunk] @ state
+    for u_free_c, w_c, q_c, k_to_end_c, decay_c in chunks:
+        u = u_free_c - w_c @ state
         states.append(state)
         updates.append(u)
-        read.append(q[:, :, chunk] @ state)
-        state = chunk_decay[:, :, chunk] * state + k_to_end[:, :, chunk] @ u
+        read.append(q_c @ state)
+        state = decay_c * state + k_to_end_c @ u
     u = torch.stack(updates, dim=2)
     o = torch.stack(read, dim=2) + attention @ u
     o = o.flatten(2, 3)[:, :, :num_tokens].transpose(1, 2)

@@ -65,17 +65,29 @@ class Experts(nn.Module):
 
     def _forward_sorted(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """Sorts the token-expert pairs by expert: one product per expert that is used."""
+        x, gate_up_proj, down_proj = _autocast(x, self.gate_up_proj, self.down_proj)
         per_token = indices.shape[1]
         order = indices.flatten().argsort(stable=True)
         counts = indices.flatten().bincount(minlength=self.gate_up_proj.shape[0]).tolist()
         tokens = order // per_token
         outputs = []
-        for expert, rows in enumerate(x[tokens].split(counts)):
-            if counts[expert]:
-                gate, up = F.linear(rows, self.gate_up_proj[expert]).chunk(2, dim=-1)
-                outputs.append(F.linear(F.silu(gate) * up, self.down_proj[expert]))
+        experts = zip(
+            x[tokens].split(counts), gate_up_proj.unbind(), down_proj.unbind(), strict=True
+        )
+        for rows, gate_up, down in experts:
+            if len(rows):
+                gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
+                outputs.append(F.linear(F.silu(gate) * up, down))
         chosen = torch.cat(outputs) * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, tokens, chosen.to(x.dtype))
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """Returns tensors in autocast's dtype, if it is on: once here, instead of in every product."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
 
 
 class SparseMoe(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from clover.errors import TrainingError
-from clover.train.parallel import local_part, local_tensor, whole_matrices
+from clover.train.parallel import local_part, local_tensor, share_out, whole_matrices
 
 OptimizerName = Literal["muon", "adamw"]
 
@@ -70,10 +70,13 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     x = matrices.bfloat16()
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
+    shape, x = x.shape, x.reshape(-1, *x.shape[-2:])
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        # x <- (a + b gram + c gram^2) x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.reshape(shape)
     result: Tensor = x.mT if is_tall else x
     return result.to(matrices.dtype)
 
@@ -122,7 +125,8 @@ class Muon(torch.optim.Optimizer):
             buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
             updates.append(whole_matrices(gradient.lerp(buffer, momentum)))
         scale = MUON_RMS * max(parameters[0].shape[-2:]) ** 0.5
-        directions = newton_schulz(torch.stack(updates))
+        stacked, is_replicated = torch.stack(updates), local_tensor(parameters[0]) is parameters[0]
+        directions = share_out(newton_schulz, stacked) if is_replicated else newton_schulz(stacked)
         for parameter, direction in zip(parameters, directions, strict=True):
             weights = local_tensor(parameter)
             weights.mul_(1 - lr * weight_decay)

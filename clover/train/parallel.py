@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -200,6 +200,27 @@ def whole_matrices(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.to_local() if tensor.dim() > 2 else tensor.full_tensor()
+
+
+def share_out(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """Returns `function(matrices)`, of which each process computes a part and gives it to the others.
+
+    Args:
+        function: treats each matrix by itself and keeps shapes and dtype.
+        matrices: [..., rows, columns], the same in every process.
+    """
+    if world_size() == 1:
+        return function(matrices)
+    flat = matrices.flatten(0, -3)
+    result = torch.empty_like(flat)
+    parts = result.tensor_split(world_size())
+    mine = flat.tensor_split(world_size())[rank()]
+    if len(mine):
+        parts[rank()].copy_(function(mine))
+    for process, part in enumerate(parts):
+        if len(part):
+            dist.broadcast(part, src=process)
+    return result.view_as(matrices)
 
 
 def local_part(matrices: Tensor, parameter: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from clover.diffusion.objective import (
     two_stream_loss,
 )
 from clover.errors import ConfigError, TrainingError, TrainingInputError
-from clover.model.moe import record_router_logits
+from clover.model.moe import Experts, record_router_logits
 from clover.model.transformer import CloverForCausalLM
 from clover.train import parallel
 from clover.train.data import Document, DocumentSource
@@ -114,6 +114,7 @@ class TrainConfig:
     num_token_ids: int | None = None
     parallelism: Parallelism = "ddp"
     activation_checkpointing: bool = False
+    compile_layers: bool = False
     out: Path | None = None
     log_every: int = 10
     eval_every: int = 500
@@ -268,6 +269,15 @@ def train(
         return run.loop(is_stopped)
 
 
+def compile_layers(model: CloverForCausalLM) -> None:
+    """Has torch.compile fuse each layer's element-wise work, in place. Takes minutes the first time."""
+    for module in model.modules():
+        if isinstance(module, Experts):  # how many tokens an expert gets differs in every pass
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+    for layer in model.model.layers:
+        layer.compile()
+
+
 class _Run:
     """A run's moving parts, from one step to the next."""
 
@@ -283,6 +293,8 @@ class _Run:
         if config.parallelism == "fsdp":
             parallel.shard_model(model, config.precision)
         model.model.activation_checkpointing = config.activation_checkpointing
+        if config.compile_layers:
+            compile_layers(model)
         self.model, self.config, self.source = model, config, source
         self.on_event = on_event if parallel.rank() == 0 else lambda event: None
         self.validation = validation

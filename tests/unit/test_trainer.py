@@ -725,3 +725,16 @@ def test_a_config_outside_its_range_is_refused(field: str, value: Any, message: 
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _config("two_stream", **changes)
+
+
+@pytest.mark.slow  # a minute of compiling
+@pytest.mark.parametrize("objective", ["ar", "two_stream"])
+def test_compiled_layers_learn_what_plain_ones_learn(
+    tiny_config: ConfigFactory, objective: str
+) -> None:
+    config = tiny_config()
+    curves = []
+    for is_compiled in (False, True):
+        events = _run(_model(config), _config(objective, steps=3, compile_layers=is_compiled))
+        curves.append([event.losses["total"] for event in events if isinstance(event, StepEvent)])
+    assert curves[1] == pytest.approx(curves[0], rel=STEP_TOLERANCE)
