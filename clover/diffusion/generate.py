@@ -2,6 +2,11 @@
 
 Every pass commits what is final, previews what is open and keeps what the policy says. A row never
 waits for another: it commits its block in the very pass that previews its next one.
+
+The canvas of a constrained row fills from the left, as a constraint can judge a token only where
+all before it is known: forced tokens go in unasked, the first open position is drawn from what the
+constraint allows, and what the policy keeps further right stays while the constraint validates it.
+The rest goes back to mask.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import torch
 from torch import Tensor
 
 from clover.config import DiffusionConfig, ModelConfig
+from clover.diffusion.constraint import Constraint
 from clover.diffusion.policies import (
     Autoregressive,
     EntropyBound,
@@ -143,6 +149,7 @@ def generate(
     for row, request in enumerate(requests):
         where = f"request {row}: " if len(requests) > 1 else ""
         _check_request(where, request, config, forbidden, has_decode=decode is not None)
+        _check_constraint(where, request, config, eos)
     decoder = _Decoder(
         model=model,
         decode=decode,
@@ -189,6 +196,24 @@ def _check_request(
         )
 
 
+def _check_constraint(
+    where: str, request: GenerationRequest, config: ModelConfig, eos: frozenset[int]
+) -> None:
+    constraint = request.constraint
+    if constraint is None:
+        return
+    if constraint.vocab_size != config.vocab_size:
+        raise RequestError(
+            f"{where}the constraint is made for a vocabulary of {constraint.vocab_size}, the model "
+            f"has {config.vocab_size}; compile it for this model"
+        )
+    if constraint.eos_token_ids != eos:
+        raise RequestError(
+            f"{where}the constraint ends with one of {sorted(constraint.eos_token_ids)}, this loop "
+            f"with one of {sorted(eos)}; give both the same EOS"
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 class _Row:
     """One request under way. Its sequence is prompt | output | canvas."""
@@ -198,6 +223,7 @@ class _Row:
     params: SamplingParams  # the request's, the seed resolved
     eos: frozenset[int]  # empty where the request ignores EOS
     pending: list[int]  # final tokens that the cache lacks; at first the last of the prompt
+    constraint: Constraint | None  # has taken the output and the resolved prefix of the canvas
     output: list[int] = field(default_factory=list)  # final tokens
     canvas: list[int | None] = field(default_factory=list)  # None: open
     next_logits: Tensor | None = None  # [V], of the last committed token
@@ -216,12 +242,44 @@ class _Row:
         prefix = itertools.takewhile(lambda token_id: token_id is not None, self.canvas)
         return [token_id for token_id in prefix if token_id is not None]
 
+    def is_resolved(self) -> bool:
+        """Returns whether nothing can be placed before more tokens are final."""
+        return not any(self.open_positions())
+
+    def is_drafting(self, num_passes: int) -> bool:
+        """Returns whether draft pass `num_passes` of the block, the first being 1, is for this row."""
+        policy = self.request.policy
+        return (
+            isinstance(policy, Exact)
+            and num_passes <= policy.draft_passes
+            and not self.is_resolved()
+        )
+
+    def place_forced(self) -> list[int]:
+        """Fills the canvas, from its first open position, with what the constraint forces.
+
+        Returns the positions that were filled.
+        """
+        start = len(self.resolved_prefix())
+        tokens = self.take_forced(len(self.canvas) - start)
+        self.canvas[start : start + len(tokens)] = tokens
+        return list(range(start, start + len(tokens)))
+
+    def take_forced(self, limit: int | None = None) -> list[int]:
+        """Returns the tokens that the constraint forces next, at most `limit`; it has them then."""
+        tokens: list[int] = []
+        while self.constraint and len(tokens) != limit and (forced := self.constraint.forced()):
+            forced = forced[: None if limit is None else limit - len(tokens)]
+            self.constraint.commit(forced)
+            tokens += forced
+        return tokens
+
     def open_positions(self) -> list[bool]:
         """Returns where a token may be placed: not right of a resolved EOS, which ends the text.
 
-        A draft has no EOS yet: whatever it holds is checked from the left.
+        A free draft has no EOS yet: whatever it holds is checked from the left.
         """
-        is_draft = isinstance(self.request.policy, Exact)
+        is_draft = isinstance(self.request.policy, Exact) and self.constraint is None
         has_eos = itertools.accumulate(
             (token_id in self.eos and not is_draft for token_id in self.canvas), operator.or_
         )
@@ -285,36 +343,60 @@ class _Decoder:
         """`threshold` and `entropy_bound`."""
         for row in self.rows:
             row.canvas = [None] * self.block_size
+            row.place_forced()
+            yield from self._close_blocks(row)
+        self._drop_finished()
         while self.rows:
             logits = self._commit_and_preview()
-            prediction = self._predict(logits, [row.canvas for row in self.rows])
+            canvases = [row.canvas for row in self.rows]
+            prediction = self._predict(logits, canvases, self._allow_next(logits))
             for i, row in enumerate(self.rows):
                 yield self._place(row, prediction, i)
-                prefix = row.resolved_prefix()
-                if len(prefix) == self.block_size or self._find_end(row, prefix):
-                    row.pending, row.canvas = prefix, [None] * self.block_size
-                    yield from self._append(row, prefix)
+                yield from self._close_blocks(row)
             self._drop_finished()
+
+    def _close_blocks(self, row: _Row) -> Iterator[Event]:
+        """Makes a full canvas final and lays out the next, which may be full of forced tokens."""
+        while not row.is_finished:
+            prefix = row.resolved_prefix()
+            if len(prefix) < self.block_size and not self._find_end(row, prefix):
+                return
+            row.pending, row.canvas = row.pending + prefix, [None] * self.block_size
+            row.place_forced()
+            yield from self._append(row, prefix)
 
     def _draft_and_verify(self) -> Iterator[Event]:
         """`exact`. A block is the pending token, which is known, and a canvas behind it."""
         while self.rows:
             for row in self.rows:
                 row.canvas = [None] * (self.block_size - 1)
+                row.place_forced()
             yield from self._draft()
             for row, tokens in zip(self.rows, self._verify(), strict=True):
                 row.pending = tokens[-1:]
                 yield from self._append(row, tokens)
+                if row.constraint and not row.is_finished:
+                    row.constraint.commit(tokens)
             self._drop_finished()
 
     def _write_one_by_one(self) -> Iterator[Event]:
-        """`autoregressive`."""
+        """`autoregressive`. What a constraint forces is committed with the token before it."""
+        for row in self.rows:
+            row.canvas = [None]
+            forced = row.take_forced()
+            row.pending += forced
+            yield from self._append(row, forced)
+        self._drop_finished()
         while self.rows:
             self._commit()
-            prediction = self._predict(self._next_logits(), [[None] for _ in self.rows])
+            logits = self._next_logits()
+            canvases = [row.canvas for row in self.rows]
+            prediction = self._predict(logits, canvases, self._allow_next(logits))
             for row, tokens in zip(self.rows, prediction.tokens.tolist(), strict=True):
-                row.pending = tokens
-                yield from self._append(row, tokens)
+                if row.constraint:
+                    row.constraint.commit(tokens)
+                row.pending = tokens + row.take_forced()
+                yield from self._append(row, row.pending)
             self._drop_finished()
 
     def _start_row(self, index: int, request: GenerationRequest) -> _Row:
@@ -325,6 +407,7 @@ class _Decoder:
             params=replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
             eos=frozenset() if request.ignore_eos else self.eos,
             pending=[request.prompt_ids[-1]],
+            constraint=request.constraint.start() if request.constraint else None,
         )
 
     def _prefill(self) -> None:
@@ -376,19 +459,20 @@ class _Decoder:
         ]
 
     def _draft(self) -> Iterator[CanvasUpdated]:
-        """Fills every canvas by previews."""
+        """Fills every canvas by previews; of a constrained row, as far as it is valid."""
         for num_passes in itertools.count(1):
-            if not any(None in row.canvas for row in self.rows):
+            is_drafting = [row.is_drafting(num_passes) for row in self.rows]
+            if not any(is_drafting):
                 return
             blocks = [[*row.pending, *row.canvas] for row in self.rows]
             logits = self.model.preview(self.cache, self._canvas_ids(blocks))
             logits = logits[:, :-1] if self._diffusion.shift_logits else logits[:, 1:]
-            prediction = self._predict(logits, [row.canvas for row in self.rows])
-            for i, row in enumerate(self.rows):
-                if None in row.canvas:
-                    row.previews += 1
-                    row.passes += 1
-                    yield self._place(row, prediction, i, num_passes)
+            canvases = [row.canvas for row in self.rows]
+            prediction = self._predict(logits, canvases, self._allow_next(logits))
+            for i, row in itertools.compress(enumerate(self.rows), is_drafting):
+                row.previews += 1
+                row.passes += 1
+                yield self._place(row, prediction, i, num_passes)
 
     def _verify(self) -> list[list[int]]:
         """Commits what the AR sampler agrees with; returns each row's new tokens, at least one.
@@ -399,9 +483,10 @@ class _Decoder:
         """
         blocks = [[*row.pending, *row.canvas] for row in self.rows]
         logits, transaction = self.model.verify(self.cache, self._canvas_ids(blocks))
-        targets = self._predict(logits, [[*row.canvas, None] for row in self.rows]).tokens.tolist()
+        canvases = [[*row.canvas, None] for row in self.rows]
+        targets = self._predict(logits, canvases, self._allow_draft(logits)).tokens
         new_tokens = []
-        for row, target in zip(self.rows, targets, strict=True):
+        for row, target in zip(self.rows, targets.tolist(), strict=True):
             pairs = zip(row.canvas, target, strict=False)
             num_agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             new_tokens.append(target[: num_agreed + 1])
@@ -410,7 +495,54 @@ class _Decoder:
         transaction.commit([len(tokens) for tokens in new_tokens])  # the pending token, the agreed
         return new_tokens
 
-    def _predict(self, logits: Tensor, canvases: Sequence[Sequence[int | None]]) -> Prediction:
+    def _allow_next(self, logits: Tensor) -> Tensor | None:
+        """Returns what constraints leave at the first open positions, bool as logits [B, n, V].
+
+        Further right everything is allowed, and validated before it is placed. None where no row
+        has a constraint.
+        """
+        masks = [
+            (i, len(row.resolved_prefix()), row.constraint.allowed())
+            for i, row in enumerate(self.rows)
+            if row.constraint and not row.is_resolved()
+        ]
+        return self._join_masks(masks, logits)
+
+    def _allow_draft(self, logits: Tensor) -> Tensor | None:
+        """Returns what constraints leave at each position behind a valid draft, as `_allow_next`.
+
+        The constraints go back to the end of the output.
+        """
+        masks: list[tuple[int, int, Tensor]] = []
+        for i, row in enumerate(self.rows):
+            if row.constraint:
+                draft = row.resolved_prefix()
+                row.constraint.rollback(len(draft))
+                for position, token_id in enumerate([*draft, None]):
+                    masks.append((i, position, row.constraint.allowed()))
+                    if token_id is None or token_id in row.eos:
+                        break
+                    row.constraint.commit([token_id])
+                row.constraint.rollback(position)
+        return self._join_masks(masks, logits)
+
+    def _join_masks(
+        self, masks: Sequence[tuple[int, int, Tensor]], logits: Tensor
+    ) -> Tensor | None:
+        """Returns True as logits [B, n, V] but for the masks [V], each of a row and a position."""
+        if not masks:
+            return None
+        allowed = torch.ones_like(logits, dtype=torch.bool)
+        for i, position, mask in masks:
+            allowed[i, position] = mask.to(logits.device)
+        return allowed
+
+    def _predict(
+        self,
+        logits: Tensor,
+        canvases: Sequence[Sequence[int | None]],
+        allowed: Tensor | None,
+    ) -> Prediction:
         """Returns tokens, confidence and entropy for canvases that follow the final tokens."""
         offsets = torch.arange(logits.shape[1], device=logits.device)
         num_final = torch.tensor([row.num_final for row in self.rows], device=logits.device)
@@ -421,6 +553,7 @@ class _Decoder:
             forbidden_ids=self.forbidden_ids,
             draws=[row.request.draw for row in self.rows],
             counts=self._count(canvases, logits),
+            allowed=allowed,
         )
 
     def _count(
@@ -452,11 +585,32 @@ class _Decoder:
             num_passes=num_passes,
         )
         tokens = prediction.tokens[i].tolist()
-        kept = tuple(itertools.compress(range(len(tokens)), keep.tolist()))
-        for position in kept:
-            row.canvas[position] = tokens[position]
+        kept = list(itertools.compress(range(len(tokens)), keep.tolist()))
+        if row.constraint:
+            kept = self._place_valid(row, row.constraint, tokens, kept)
+        else:
+            for position in kept:
+                row.canvas[position] = tokens[position]
         canvas = tuple(self._canvas_ids([row.canvas])[0].tolist())
-        return CanvasUpdated(row=row.index, canvas=canvas, kept=kept)
+        return CanvasUpdated(row=row.index, canvas=canvas, kept=tuple(kept))
+
+    def _place_valid(
+        self, row: _Row, constraint: Constraint, tokens: Sequence[int], kept: Sequence[int]
+    ) -> list[int]:
+        """Puts on the canvas, from its first open position, what is kept and what is forced.
+
+        The first open position is filled whether the policy kept it or not: it was drawn from what
+        is allowed, and something has to be. Returns the positions that were filled.
+        """
+        position = len(row.resolved_prefix())
+        is_kept = {position, *kept}
+        placed: list[int] = []
+        while position in is_kept and (not placed or constraint.validate([tokens[position]])):
+            row.canvas[position] = tokens[position]
+            constraint.commit([tokens[position]])
+            placed += [position, *row.place_forced()]
+            position = placed[-1] + 1
+        return placed
 
     def _append(self, row: _Row, tokens: list[int]) -> Iterator[Event]:
         """Makes tokens final, up to the end of the text if that is among them."""
