@@ -50,7 +50,7 @@ from clover.diffusion.sampling import (
     count_left,
     predict,
 )
-from clover.errors import PromptError, RequestError
+from clover.errors import GenerationError, PromptError, RequestError
 from clover.model.transformer import CloverForCausalLM
 
 __all__ = [
@@ -154,7 +154,7 @@ def generate(
         model=model,
         decode=decode,
         eos=eos,
-        forbidden_ids=torch.tensor(sorted(forbidden), dtype=torch.int64, device=model.device),
+        forbidden=forbidden,
         fused=fused,
         block_size=block_size or (diffusion.block_size if diffusion else 1),
     )
@@ -307,14 +307,17 @@ class _Decoder:
         model: CloverForCausalLM,
         decode: Decode | None,
         eos: frozenset[int],
-        forbidden_ids: Tensor,
+        forbidden: frozenset[int],
         fused: bool,
         block_size: int,
     ) -> None:
         self.model = model
         self.decode = decode
         self.eos = eos
-        self.forbidden_ids = forbidden_ids
+        self.forbidden = forbidden
+        self.forbidden_ids = torch.tensor(
+            sorted(forbidden), dtype=torch.int64, device=model.device
+        )
         self.fused = fused
         self.block_size = block_size
         self.rows: list[_Row] = []
@@ -616,6 +619,11 @@ class _Decoder:
         """Makes tokens final, up to the end of the text if that is among them."""
         end = self._find_end(row, tokens)
         num_before = len(row.output)
+        if row.constraint and not self.forbidden.isdisjoint(tokens):  # forced: it was not drawn
+            raise GenerationError(
+                f"expected a grammar that forces no forbidden id, found "
+                f"{sorted(self.forbidden.intersection(tokens))}; allow them or change the grammar"
+            )
         row.output = (row.output + tokens)[: end.num_tokens if end else None]
         final = row.output[:-1] if end and end.reason == "eos" else row.output
         if len(final) > num_before:
