@@ -315,9 +315,7 @@ class _Decoder:
         self.decode = decode
         self.eos = eos
         self.forbidden = forbidden
-        self.forbidden_ids = torch.tensor(
-            sorted(forbidden), dtype=torch.int64, device=model.device
-        )
+        self.forbidden_ids = torch.tensor(sorted(forbidden), dtype=torch.int64, device=model.device)
         self.fused = fused
         self.block_size = block_size
         self.rows: list[_Row] = []

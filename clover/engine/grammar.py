@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from torch import Tensor
@@ -172,9 +173,9 @@ class GrammarConstraint:
             allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
             allowed[self._forced[:1]] = True
             return allowed
-        masks = [_unpack(matcher.compute_bitmask(), self._vocab_size) for matcher in self._matchers]
+        masks = [matcher.compute_bitmask() for matcher in self._matchers]
         self._check()
-        allowed = torch.stack(masks).all(0)
+        allowed = _unpack(masks, self._vocab_size)
         allowed[list(self._eos_token_ids)] = self._may_end()
         return allowed
 
@@ -247,11 +248,10 @@ class GrammarConstraint:
                 raise GenerationError(f"the grammar cannot go on: {matcher.get_error()}")
 
 
-def _unpack(bitmask: bytes, vocab_size: int) -> Tensor:
-    """Returns bool [V] of little-endian bits; ids that the tokenizer lacks are False."""
-    packed = torch.frombuffer(bytearray(bitmask), dtype=torch.uint8)
-    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+def _unpack(bitmasks: Sequence[bytes], vocab_size: int) -> Tensor:
+    """Returns where all bitmasks have a one, bool [V]; ids that the tokenizer lacks are False."""
+    packed = np.stack([np.frombuffer(bitmask, dtype=np.uint8) for bitmask in bitmasks])
+    bits = np.unpackbits(np.bitwise_and.reduce(packed), bitorder="little")[:vocab_size]
     mask = torch.zeros(vocab_size, dtype=torch.bool)
-    bits = bits.flatten()[:vocab_size].bool()
-    mask[: len(bits)] = bits
+    mask[: len(bits)] = torch.from_numpy(bits).bool()
     return mask
