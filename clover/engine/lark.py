@@ -58,8 +58,8 @@ _PARAMETER_END: Final = "</parameter>"
 # Spelled out with ordinary tokens these would be read as the tags that they spell.
 _TAGS: Final = ("<|im_end|>", _CALL, _THINK_END)
 
-# Half of all surrogates stands alone and is no text, so \u escapes are out; every other character
-# may be written as it is.
+# A \u escape may name half of a surrogate pair, which is no text; nearly every character can be
+# written as it is.
 _JSON_STYLE: Final = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -127,9 +127,9 @@ def write_avoidance(form: AnswerFormat, *, token_ids: Sequence[int]) -> str:
     if isinstance(form, ToolCalls):
         # A newline before the end of a value is part of the format, and JSON has none inside.
         tags.append(rf"[^\n]{re.escape(_PARAMETER_END)}")
-    ids = ",".join(map(str, token_ids))
+    more = f"(<[{','.join(map(str, token_ids))}]> TEXT)*" if token_ids else ""
     return (
-        f"%llguidance {{}}\nstart: TEXT (<[{ids}]> TEXT)*\n"
+        f"%llguidance {{}}\nstart: TEXT {more}\n"
         f"TEXT: /(?s:.*)/ & ~/(?s:.*)({regex_to_lark('|'.join(tags), '')})(?s:.*)/\n"
     )
 
@@ -217,15 +217,15 @@ def _value_alternatives(schema: object, root: Mapping[str, Any], where: str) -> 
     branches = list(_branches(schema, root, where)) if "string" in types else [_mapping(schema)]
     has_free_text = any(_is_free_text(branch) for branch in branches)
     for branch in branches:
-        if "string" in types and _fixed_values(branch):
-            yield _fixed_text(branch, where)
-        elif _is_free_text(branch):
-            yield _free_text(branch, where)
-        elif has_free_text and not branch.keys() <= _UNBOUNDED:
+        if has_free_text and not _is_readable_beside_text(branch):
             raise RequestError(
                 f"{where}: beside a free string no other type can have bounds, found "
                 f"{json.dumps(branch)}; leave out its bounds, or the string"
             )
+        if "string" in types and _fixed_values(branch):
+            yield _fixed_text(branch, where)
+        elif _is_free_text(branch):
+            yield _free_text(branch, where)
         elif branch.get("type") == "number" and branch.keys() <= _UNBOUNDED:
             yield _Value(lark="NUMBER", is_text=True)
         elif "string" in value_types(branch, root)[0]:
@@ -261,6 +261,13 @@ def _branches(
 
 def _is_free_text(schema: Mapping[str, Any]) -> bool:
     return schema.get("type") == "string" and not _fixed_values(schema)
+
+
+def _is_readable_beside_text(schema: Mapping[str, Any]) -> bool:
+    """Returns whether no free text can be read as a value of a type that the schema excludes."""
+    if values := _fixed_values(schema):
+        return all(isinstance(value, str | None) for value in values)
+    return _is_free_text(schema) or schema.keys() <= _UNBOUNDED
 
 
 def _fixed_values(schema: Mapping[str, Any]) -> list[Any]:
