@@ -49,7 +49,15 @@ from clover.train.data import Document, DocumentSource
 from clover.train.evaluation import evaluate
 from clover.train.events import EvalEvent, SaveEvent, StepEvent, SummaryEvent, TrainEvent
 from clover.train.optimizer import OptimizerConfig, Optimizers, WeightAverage
-from clover.train.packing import Batch, Blocks, Packer, PackerState, cut_blocks, share_blocks
+from clover.train.packing import (
+    Batch,
+    Blocks,
+    Packer,
+    PackerState,
+    cut_blocks,
+    fill_slots,
+    share_blocks,
+)
 from clover.train.parallel import Parallelism
 from clover.train.run_files import MetricsFile, write_run_file
 from clover.train.state import (
@@ -76,16 +84,17 @@ class TrainConfig:
     weights, see `WeightAverage`.
 
     Two-stream only: `block_sizes`, one of them drawn each step; `block_skip_probability`, see
-    `draw_skips`; `canvases_per_block`, noised copies of each block, which share one clean stream;
-    `complementary_masks`, whether the second of two canvases masks what the first shows, see
-    `complement`; `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked
-    share; `edits`, wrong tokens to be repaired; `coreset_anneal_fraction`, see
-    `annealed_coreset_size`.
+    `draw_skips`; `canvas_length`, canvas tokens beside each row, None for as many as the row has, see
+    `fill_slots`; `complementary_masks`, whether canvases come in pairs, the second of which masks
+    what the first shows, see `complement`; `prefix_probability`, see `draw_prefix_lengths`;
+    `min_noise_level`, of the masked share; `edits`, wrong tokens to be repaired;
+    `coreset_anneal_fraction`, see `annealed_coreset_size`.
 
     `num_token_ids` is the tokenizer's length. Where the model's vocabulary goes on, rows are padding
     and never drawn; it is needed by what draws tokens.
 
-    Scale: `parallelism`, see `clover.train.parallel`; `activation_checkpointing`, see `Decoder`.
+    Scale: `parallelism`, see `clover.train.parallel`; `activation_checkpointing`, see `Decoder`;
+    `compile_layers`, by torch.compile.
     A sharded model has no average and no edits that it draws itself; checkpointing excludes
     `losses.balance_weight`.
     """
@@ -105,7 +114,7 @@ class TrainConfig:
     seed: int = 0
     block_sizes: tuple[int, ...] = (8, 16, 32)
     block_skip_probability: float = 0.0
-    canvases_per_block: int = 1
+    canvas_length: int | None = None
     complementary_masks: bool = False
     prefix_probability: float = 0.0
     min_noise_level: float = 0.0
@@ -123,7 +132,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Checks ranges."""
         least = {"steps": 1, "num_rows": 1, "row_length": 2, "warmup_steps": 0}
-        least |= {"log_every": 1, "eval_every": 1, "save_every": 1, "canvases_per_block": 1}
+        least |= {"log_every": 1, "eval_every": 1, "save_every": 1}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 found = getattr(self, name)
@@ -136,11 +145,15 @@ class TrainConfig:
             raise ConfigError(f"block_sizes must be positive numbers, found {self.block_sizes}")
         if not 0.0 <= self.ema_decay < 1.0:
             raise ConfigError(f"ema_decay must be in [0, 1), found {self.ema_decay}")
-        if self.complementary_masks and self.canvases_per_block != 2:
-            raise ConfigError(
-                "complementary_masks need canvases_per_block to be 2, found "
-                f"{self.canvases_per_block}"
-            )
+        if self.objective == "two_stream":
+            canvas_length = self.canvas_length or self.row_length
+            largest = max(self.block_sizes)
+            shortest = largest * (2 if self.complementary_masks else 1)
+            if canvas_length < shortest:
+                raise ConfigError(
+                    f"canvas_length must be at least {shortest}, for blocks of {largest} tokens, found "
+                    f"{canvas_length}"
+                )
         if self.edits.probability > 0 and self.num_token_ids is None:
             raise ConfigError(
                 "edits draw tokens: num_token_ids must be set to the tokenizer's length"
@@ -509,8 +522,10 @@ def draw_canvases(
     generator = counter_generator(config.seed, step, "noise")
     skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
     blocks = cut_blocks(batch, block_size, skips=skips)
-    if not config.complementary_masks:
-        blocks = blocks.repeat(config.canvases_per_block)
+    num_slots = (config.canvas_length or config.row_length) // block_size
+    if config.complementary_masks:
+        num_slots //= 2
+    blocks = fill_slots(blocks, num_slots, generator)
     is_learned = blocks.is_used if config.losses.end_weight > 0 else blocks.is_token
     noised = noise_blocks(
         blocks.targets,
@@ -522,7 +537,7 @@ def draw_canvases(
     )
     if config.complementary_masks:
         other = complement(noised, blocks.targets, is_learned, mask_token_id=mask_token_id)
-        blocks, noised = blocks.repeat(2), noised.beside(other)
+        blocks, noised = blocks.beside(blocks), noised.beside(other)
     if config.edits.probability > 0:
         text_ids, predict = _previewer(model, batch, blocks, config, step)
         noised = add_edits(

@@ -78,7 +78,6 @@ def rich_config(parallelism: Any = "ddp", *, model_share: float = 0.0) -> TrainC
         parallelism,
         steps=3,
         losses=ObjectiveConfig(balance_weight=0.1, kept_weight=0.1),
-        canvases_per_block=2,
         complementary_masks=True,
         edits=EditConfig(probability=0.3, model_share=model_share),
         num_token_ids=25,
