@@ -10,7 +10,7 @@ import itertools
 import operator
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import UnionType
 
@@ -216,14 +216,16 @@ class _Row:
         prefix = itertools.takewhile(lambda token_id: token_id is not None, self.canvas)
         return [token_id for token_id in prefix if token_id is not None]
 
-    def open_positions(self) -> list[bool]:
-        """Returns where a token may be placed: not right of a resolved EOS, which ends the text.
+    def draft(self) -> list[int]:
+        """Returns the canvas up to its first open position or EOS: behind one nothing is needed."""
+        prefix = self.resolved_prefix()
+        ends = (count for count, token_id in enumerate(prefix, 1) if token_id in self.eos)
+        return prefix[: next(ends, None)]
 
-        A draft has no EOS yet: whatever it holds is checked from the left.
-        """
-        is_draft = isinstance(self.request.policy, Exact)
+    def open_positions(self) -> list[bool]:
+        """Returns where a token may be placed: not right of a resolved EOS, which ends the text."""
         has_eos = itertools.accumulate(
-            (token_id in self.eos and not is_draft for token_id in self.canvas), operator.or_
+            (token_id in self.eos for token_id in self.canvas), operator.or_
         )
         return [
             token_id is None and not is_behind
@@ -297,14 +299,21 @@ class _Decoder:
             self._drop_finished()
 
     def _draft_and_verify(self) -> Iterator[Event]:
-        """`exact`. A block is the pending token, which is known, and a canvas behind it."""
+        """`exact`. Each pass verifies the draft and previews the block behind it: the next draft.
+
+        A row's block is the pending token, which is known, and its draft. A pass without a draft is
+        an autoregressive step. If all of a draft is accepted, the preview saw the true text and the
+        next draft is read from it; else it is lost, and the next pass has no draft.
+        """
         while self.rows:
-            for row in self.rows:
+            logits, whole = yield from self._verify()
+            prediction = self._predict(logits, [[None] * (self.block_size - 1) for _ in self.rows])
+            for i, row in enumerate(self.rows):
                 row.canvas = [None] * (self.block_size - 1)
-            yield from self._draft()
-            for row, tokens in zip(self.rows, self._verify(), strict=True):
-                row.pending = tokens[-1:]
-                yield from self._append(row, tokens)
+                if whole[i] and not row.is_finished:
+                    update = self._place(row, prediction, i)
+                    if update.kept:
+                        yield update
             self._drop_finished()
 
     def _write_one_by_one(self) -> Iterator[Event]:
@@ -375,40 +384,44 @@ class _Decoder:
             :, None
         ]
 
-    def _draft(self) -> Iterator[CanvasUpdated]:
-        """Fills every canvas by previews."""
-        for num_passes in itertools.count(1):
-            if not any(None in row.canvas for row in self.rows):
-                return
-            blocks = [[*row.pending, *row.canvas] for row in self.rows]
-            logits = self.model.preview(self.cache, self._canvas_ids(blocks))
-            logits = logits[:, :-1] if self._diffusion.shift_logits else logits[:, 1:]
-            prediction = self._predict(logits, [row.canvas for row in self.rows])
-            for i, row in enumerate(self.rows):
-                if None in row.canvas:
-                    row.previews += 1
-                    row.passes += 1
-                    yield self._place(row, prediction, i, num_passes)
-
-    def _verify(self) -> list[list[int]]:
-        """Commits what the AR sampler agrees with; returns each row's new tokens, at least one.
+    def _verify(self) -> Generator[Event, None, tuple[Tensor, list[bool]]]:
+        """Commits of each draft what the AR sampler agrees with, and one token more.
 
         The sampler draws at every position with the noise that `autoregressive` would use there.
         While it repeats the draft, it has seen the same tokens to the left: its draws are those of
         `autoregressive`, token for token. Its first other draw is the last new token.
+
+        Returns the logits [B, n - 1, V] that predict what follows the last new token, and for which
+        rows they are good: those whose whole draft was accepted.
         """
-        blocks = [[*row.pending, *row.canvas] for row in self.rows]
-        logits, transaction = self.model.verify(self.cache, self._canvas_ids(blocks))
-        targets = self._predict(logits, [[*row.canvas, None] for row in self.rows]).tokens.tolist()
-        new_tokens = []
-        for row, target in zip(self.rows, targets, strict=True):
-            pairs = zip(row.canvas, target, strict=False)
+        drafts = [row.draft() for row in self.rows]
+        blocks = [[*row.pending, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
+        input_ids, lengths = self._pad(blocks)
+        canvas = self._canvas_ids([[None] * self.block_size for _ in self.rows])
+        if self.fused:
+            logits, previewed, transaction = self.model.verify_and_preview(
+                self.cache, input_ids, canvas, lengths
+            )
+        else:
+            logits, transaction = self.model.verify(self.cache, input_ids, lengths)
+        longest = max(lengths)
+        canvases = [[*draft, *[None] * (longest - len(draft))] for draft in drafts]
+        targets = self._predict(logits, canvases).tokens.tolist()
+        whole, counts = [], []
+        for row, draft, target in zip(self.rows, drafts, targets, strict=True):
+            pairs = zip(draft, target, strict=False)
             num_agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            new_tokens.append(target[: num_agreed + 1])
+            row.pending = target[num_agreed : num_agreed + 1]
             row.commits += 1
-            row.passes += 1
-        transaction.commit([len(tokens) for tokens in new_tokens])  # the pending token, the agreed
-        return new_tokens
+            row.previews += 1
+            row.passes += 1 if self.fused else 2
+            whole.append(num_agreed == len(draft))
+            counts.append(num_agreed + 1)  # the pending token and what was agreed on
+            yield from self._append(row, target[: num_agreed + 1])
+        transaction.commit(counts)
+        if not self.fused:
+            previewed = self.model.preview(self.cache, canvas)
+        return previewed[:, :-1] if self._diffusion.shift_logits else previewed[:, 1:], whole
 
     def _predict(self, logits: Tensor, canvases: Sequence[Sequence[int | None]]) -> Prediction:
         """Returns tokens, confidence and entropy for canvases that follow the final tokens."""
@@ -438,9 +451,7 @@ class _Decoder:
             output=torch.cat([count.output for count in counts]),
         )
 
-    def _place(
-        self, row: _Row, prediction: Prediction, i: int, num_passes: int = 1
-    ) -> CanvasUpdated:
+    def _place(self, row: _Row, prediction: Prediction, i: int) -> CanvasUpdated:
         """Puts what the policy keeps of the prediction's row `i` on the canvas."""
         policy = row.request.policy
         assert not isinstance(policy, Autoregressive)
@@ -448,8 +459,9 @@ class _Decoder:
             policy,
             confidence=prediction.confidence[i],
             entropy=prediction.entropy[i],
-            is_open=torch.tensor(row.open_positions(), device=prediction.confidence.device),
-            num_passes=num_passes,
+            is_open=torch.tensor(
+                row.open_positions(), dtype=torch.bool, device=prediction.confidence.device
+            ),
         )
         tokens = prediction.tokens[i].tolist()
         kept = tuple(itertools.compress(range(len(tokens)), keep.tolist()))

@@ -48,6 +48,7 @@ ConfigFactory = Callable[..., ModelConfig]
 # Newton-Schulz leaves singular values in about [0.7, 1.2]; bf16 widens that a little
 SINGULAR_VALUES = (0.6, 1.3)
 STEP_TOLERANCE = 1e-5  # fp32 against the same formula in another order
+COMPILED_TOLERANCE = 1e-4  # fused kernels round elsewhere, and three steps add that up
 
 
 class _Echo:
@@ -732,4 +733,4 @@ def test_compiled_layers_learn_what_plain_ones_learn(
     for is_compiled in (False, True):
         events = _run(_model(config), _config(objective, steps=3, compile_layers=is_compiled))
         curves.append([event.losses["total"] for event in events if isinstance(event, StepEvent)])
-    assert curves[1] == pytest.approx(curves[0], rel=STEP_TOLERANCE)
+    assert curves[1] == pytest.approx(curves[0], rel=COMPILED_TOLERANCE)
