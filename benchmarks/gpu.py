@@ -1,6 +1,6 @@
 """Times the passes of the 35B shape on one GPU, with random weights that are made there.
 
-    python -m benchmarks.gpu --json gpu.json    # needs 80 GB and a few minutes
+    python -m benchmarks.gpu --json gpu.json    # bf16: 70 GB of weights
     python -m benchmarks.gpu --toy              # a tiny model, on a CPU too: shows that it runs
 
 docs/gpu.md says what is measured, and what a figure from random weights means.

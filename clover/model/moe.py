@@ -89,6 +89,7 @@ class Experts(nn.Module):
         The experts' counts stay on the device, so that nothing waits and a CUDA graph can hold it:
         in bf16 on compute capability 9.0 and 10.0. Elsewhere torch reads the offsets on the host.
         For passes without gradients: the weights' gradient wants each count to be a multiple of 8.
+        Source: `GroupedBlas.cpp` and `GroupMMCommon.cuh` of torch.
         """
         x, gate_up_proj, down_proj = _autocast(x, self.gate_up_proj, self.down_proj)
         num_experts, per_token = gate_up_proj.shape[0], indices.shape[1]
