@@ -48,7 +48,7 @@ class OnPolicyConfig:
         states_per_block: Of a written reply: how many different canvases of each block are learned
             from, out of all that the decoder previewed.
         max_previews: Of reference text: a canvas has seen fewer than this many previews, each
-            number equally likely. A step costs at most one pass less than this.
+            number equally likely. Each is a pass over all rows, without gradients.
     """
 
     reply_probability: float = 0.0
