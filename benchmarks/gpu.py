@@ -16,13 +16,12 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.convert_35b import LAYER_TYPES, MASK_TOKEN_ID, parent_config, peak_bytes
 from clover.config import (
@@ -34,7 +33,7 @@ from clover.config import (
 )
 from clover.model.cache import AttentionCache, Cache, DeltaNetCache
 from clover.model.delta_rule import has_fla
-from clover.model.moe import Experts, SparseMoe
+from clover.model.moe import Experts, SparseMoe, record_expert_choices
 from clover.model.streams import cached_streams
 from clover.model.transformer import CloverForCausalLM
 
@@ -302,23 +301,6 @@ def measure_bandwidth(device: torch.device, repeats: int) -> float:
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), repeats, device)
-
-
-@contextmanager
-def record_expert_choices(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Gives a list that receives each MoE layer's choice [X, A] in the passes inside."""
-    choices: list[Tensor] = []
-
-    def record(experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        choices.append(inputs[2])
-
-    layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
-    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
-    try:
-        yield choices
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def count_weight_bytes(model: CloverForCausalLM, num_tokens: int, experts: Sequence[int]) -> int:

@@ -107,13 +107,23 @@ def weighted_cross_entropy(
         weights: [...], at least 0. Positions of weight 0 are not computed.
         weight_mean: Sees the sum of the weights, in every process.
     """
+
+    def losses(used: Tensor) -> Tensor:
+        return F.cross_entropy(logits[used].float(), targets[used], reduction="none")
+
+    return _weighted_mean(losses, logits, weights, weight_mean)
+
+
+def _weighted_mean(
+    losses: Callable[[Tensor], Tensor], logits: Tensor, weights: Tensor, weight_mean: WeightMean
+) -> Tensor:
+    """Returns the weighted mean of `losses(used)` [M], the losses of positions of weight above 0."""
     used = weights > 0
     chosen = weights[used].float()  # [M]
     total = weight_mean(chosen.sum())
     if not bool(used.any()):
         return logits.sum() * 0.0
-    losses = F.cross_entropy(logits[used].float(), targets[used], reduction="none")  # [M]
-    return (losses * chosen).sum() / total
+    return (losses(used) * chosen).sum() / total
 
 
 def ar_weights(document_ids: Tensor, is_response: Tensor, prompt_weight: float) -> Tensor:
@@ -183,15 +193,13 @@ def weighted_divergence(
         weights: [...], at least 0. Positions of weight 0 are not computed.
         weight_mean: Sees the sum of the weights, in every process.
     """
-    used = weights > 0
-    chosen = weights[used].float()  # [M]
-    total = weight_mean(chosen.sum())
-    if not bool(used.any()):
-        return logits.sum() * 0.0
-    teacher = teacher_logits.detach()[used].float().log_softmax(dim=-1)
-    student = logits[used].float().log_softmax(dim=-1)
-    divergences = F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=-1)  # [M]
-    return (divergences * chosen).sum() / total
+
+    def divergences(used: Tensor) -> Tensor:
+        teacher = teacher_logits.detach()[used].float().log_softmax(dim=-1)
+        student = logits[used].float().log_softmax(dim=-1)
+        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=-1)
+
+    return _weighted_mean(divergences, logits, weights, weight_mean)
 
 
 def distillation_loss(

@@ -8,12 +8,13 @@ Shapes: X tokens, D hidden width, E experts, A experts per token, I expert width
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from clover.config import MoeConfig
 from clover.model.layers import SwiGLU
@@ -158,10 +159,28 @@ def record_router_logits(model: nn.Module, *, enabled: bool = True) -> Iterator[
     def record(gate: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> None:
         records.append(logits)
 
-    layers = [layer for layer in model.modules() if isinstance(layer, SparseMoe)]
-    hooks = [layer.gate.register_forward_hook(record) for layer in layers if enabled]
-    try:
+    layers = [layer for layer in model.modules() if isinstance(layer, SparseMoe) and enabled]
+    with _removed_at_the_end([layer.gate.register_forward_hook(record) for layer in layers]):
         yield records
+
+
+@contextmanager
+def record_expert_choices(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Gives a list that receives each MoE layer's choice of experts [X, A] in the passes inside."""
+    records: list[Tensor] = []
+
+    def record(experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        records.append(inputs[2])
+
+    layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
+    with _removed_at_the_end([layer.register_forward_pre_hook(record) for layer in layers]):
+        yield records
+
+
+@contextmanager
+def _removed_at_the_end(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()

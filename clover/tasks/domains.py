@@ -40,10 +40,10 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """What a tool or a record is about. No synonyms: nothing else is known to mean the same."""
+    """What a tool or a record is about."""
 
     noun: str
-    synonyms: tuple[str, ...]
+    synonyms: tuple[str, ...]  # none of a made-up noun
     fields: tuple[Field, ...]
 
 
@@ -99,7 +99,8 @@ def _invent(rng: random.Random, field: Field, taken: set[str]) -> Field:
     """Returns the field or, more often, one of its kind that has a name of its own."""
     if rng.random() >= _RENAMED:
         return field
-    name = next(word for word in iter(lambda: invented_word(rng), "") if word not in taken)
+    while (name := invented_word(rng)) in taken:
+        pass
     taken.add(name)
     inner = {each.name for each in field.fields}
     return replace(

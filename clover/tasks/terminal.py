@@ -21,7 +21,8 @@ from clover.tasks.task import Draft
 from clover.tasks.words import OBJECTS
 
 _PROGRAM = Path(__file__).with_name("sandboxed") / "run_command.py"
-_EXTENSIONS = Parted.of("txt", "md", "csv", "log", "json", "cfg", "dat", "html", "xml", "ini")
+_LISTED = ("txt", "md", "csv", "log", "json", "cfg", "dat", "html", "xml", "ini")
+_EXTENSIONS = Parted.of(*_LISTED)
 _INVENTED = 0.4  # share of training's extensions that are any letters, so that they are copied
 
 
@@ -174,7 +175,7 @@ def _draw_extension(rng: random.Random, held_out: bool) -> str:
         return _EXTENSIONS.draw(rng, held_out)
     while True:
         letters = "".join(rng.choices(string.ascii_lowercase, k=rng.choice((2, 3, 3, 4))))
-        if letters not in _EXTENSIONS.held_out:
+        if letters not in _LISTED:
             return letters
 
 

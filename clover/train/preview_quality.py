@@ -5,8 +5,7 @@ Shapes: B rows, T clean tokens, N blocks of n tokens, M = 2 N canvases, A expert
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from clover.diffusion.noise import counter_generator
 from clover.diffusion.objective import align_canvas_logits
-from clover.model.moe import Experts
+from clover.model.moe import record_expert_choices
 from clover.model.transformer import CloverForCausalLM
 from clover.train.data import Document
 from clover.train.evaluation import VALIDATION_SEED
@@ -105,7 +104,7 @@ def _preview(
         blocks.targets.masked_fill(mask | ~blocks.is_token, mask_token_id) for mask in masks
     ]
     starts = blocks.starts.repeat(1, len(masks))
-    with _record_choices(model) as choices:
+    with record_expert_choices(model) as choices:
         clean_logits, canvas_logits = model.two_stream(
             batch.input_ids, batch.document_ids, torch.cat(canvases, dim=1), starts
         )
@@ -117,23 +116,6 @@ def _preview(
         aligned.chunk(len(masks), dim=1),
         [part[blocks.starts >= 0] for part in counts.chunk(len(masks), dim=1)],
     )
-
-
-@contextmanager
-def _record_choices(model: CloverForCausalLM) -> Iterator[list[Tensor]]:
-    """Gives a list that receives the experts [B (T + M n), A] that each MoE layer's router chose."""
-    choices: list[Tensor] = []
-
-    def record(experts: Experts, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-        choices.append(inputs[2])
-
-    layers = [module for module in model.modules() if isinstance(module, Experts)]
-    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
-    try:
-        yield choices
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _num_experts(

@@ -154,7 +154,7 @@ class TrainConfig:
         if not 0.0 <= self.ema_decay < 1.0:
             raise ConfigError(f"ema_decay must be in [0, 1), found {self.ema_decay}")
         if self.objective == "two_stream":
-            canvas_length = self.canvas_length or self.row_length
+            canvas_length = self.canvas_tokens
             largest = max(self.block_sizes)
             shortest = largest * (2 if self.complementary_masks else 1)
             if canvas_length < shortest:
@@ -208,6 +208,11 @@ class TrainConfig:
                 "compile_layers must be off with on_policy.reply_probability: passes that decode "
                 "have ever new shapes, each of which would be compiled"
             )
+
+    @property
+    def canvas_tokens(self) -> int:
+        """Canvas tokens beside each row."""
+        return self.row_length if self.canvas_length is None else self.canvas_length
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
@@ -666,7 +671,7 @@ def draw_canvases(
     generator = counter_generator(config.seed, step, "noise")
     skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
     blocks = cut_blocks(batch, block_size, skips=skips)
-    num_slots = (config.canvas_length or config.row_length) // block_size
+    num_slots = config.canvas_tokens // block_size
     if config.complementary_masks:
         num_slots //= 2
     blocks = fill_slots(blocks, num_slots, generator)

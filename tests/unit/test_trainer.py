@@ -680,6 +680,7 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
     ("field", "value", "message"),
     [
         ("steps", 0, "steps must be at least 1, found 0"),
+        ("canvas_length", 0, "canvas_length must be at least 4, for blocks of 4 tokens, found 0"),
         ("canvas_length", 3, "canvas_length must be at least 4, for blocks of 4 tokens, found 3"),
         ("prefix_probability", -0.5, r"prefix_probability must be in \[0, 1\], found -0.5"),
         (
