@@ -57,7 +57,7 @@ ModelOption = Annotated[
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        help="threshold[=0..1], entropy_bound[=nats], exact[=draft passes] or autoregressive; "
+        help="threshold[=0..1], entropy_bound[=nats], exact[=0..1] or autoregressive; "
         "default: threshold=0.9, of a parent autoregressive."
     ),
 ]

@@ -15,7 +15,7 @@ import itertools
 import operator
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import UnionType
 
@@ -246,14 +246,11 @@ class _Row:
         """Returns whether nothing can be placed before more tokens are final."""
         return not any(self.open_positions())
 
-    def is_drafting(self, num_passes: int) -> bool:
-        """Returns whether draft pass `num_passes` of the block, the first being 1, is for this row."""
-        policy = self.request.policy
-        return (
-            isinstance(policy, Exact)
-            and num_passes <= policy.draft_passes
-            and not self.is_resolved()
-        )
+    def draft(self) -> list[int]:
+        """Returns the canvas up to its first open position or EOS: behind one nothing is needed."""
+        prefix = self.resolved_prefix()
+        ends = (count for count, token_id in enumerate(prefix, 1) if token_id in self.eos)
+        return prefix[: next(ends, None)]
 
     def place_forced(self) -> list[int]:
         """Fills the canvas, from its first open position, with what the constraint forces.
@@ -275,13 +272,9 @@ class _Row:
         return tokens
 
     def open_positions(self) -> list[bool]:
-        """Returns where a token may be placed: not right of a resolved EOS, which ends the text.
-
-        A free draft has no EOS yet: whatever it holds is checked from the left.
-        """
-        is_draft = isinstance(self.request.policy, Exact) and self.constraint is None
+        """Returns where a token may be placed: not right of a resolved EOS, which ends the text."""
         has_eos = itertools.accumulate(
-            (token_id in self.eos and not is_draft for token_id in self.canvas), operator.or_
+            (token_id in self.eos for token_id in self.canvas), operator.or_
         )
         return [
             token_id is None and not is_behind
@@ -367,18 +360,31 @@ class _Decoder:
             yield from self._append(row, prefix)
 
     def _draft_and_verify(self) -> Iterator[Event]:
-        """`exact`. A block is the pending token, which is known, and a canvas behind it."""
+        """`exact`. Each pass verifies the draft and previews the block behind it: the next draft.
+
+        A row's block is the pending token, which is known, and its draft. A pass without a draft is
+        an autoregressive step. If all of a draft is accepted, the preview saw the true text and the
+        next draft is read from it; else it is lost, and the next pass drafts only what is forced.
+        """
+        for row in self.rows:
+            self._start_draft(row)
         while self.rows:
+            logits, whole = yield from self._verify()
             for row in self.rows:
-                row.canvas = [None] * (self.block_size - 1)
-                row.place_forced()
-            yield from self._draft()
-            for row, tokens in zip(self.rows, self._verify(), strict=True):
-                row.pending = tokens[-1:]
-                yield from self._append(row, tokens)
-                if row.constraint and not row.is_finished:
-                    row.constraint.commit(tokens)
+                self._start_draft(row)
+            canvases = [row.canvas for row in self.rows]
+            prediction = self._predict(logits, canvases, self._allow_next(logits))
+            for i, row in enumerate(self.rows):
+                if whole[i] and not row.is_finished:
+                    update = self._place(row, prediction, i)
+                    if update.kept:
+                        yield update
             self._drop_finished()
+
+    def _start_draft(self, row: _Row) -> None:
+        """Lays out an empty canvas; what the constraint forces is a draft that cannot err."""
+        row.canvas = [None] * (self.block_size - 1)
+        row.place_forced()
 
     def _write_one_by_one(self) -> Iterator[Event]:
         """`autoregressive`. What a constraint forces is committed with the token before it."""
@@ -459,42 +465,46 @@ class _Decoder:
             :, None
         ]
 
-    def _draft(self) -> Iterator[CanvasUpdated]:
-        """Fills every canvas by previews; of a constrained row, as far as it is valid."""
-        for num_passes in itertools.count(1):
-            is_drafting = [row.is_drafting(num_passes) for row in self.rows]
-            if not any(is_drafting):
-                return
-            blocks = [[*row.pending, *row.canvas] for row in self.rows]
-            logits = self.model.preview(self.cache, self._canvas_ids(blocks))
-            logits = logits[:, :-1] if self._diffusion.shift_logits else logits[:, 1:]
-            canvases = [row.canvas for row in self.rows]
-            prediction = self._predict(logits, canvases, self._allow_next(logits))
-            for i, row in itertools.compress(enumerate(self.rows), is_drafting):
-                row.previews += 1
-                row.passes += 1
-                yield self._place(row, prediction, i, num_passes)
-
-    def _verify(self) -> list[list[int]]:
-        """Commits what the AR sampler agrees with; returns each row's new tokens, at least one.
+    def _verify(self) -> Generator[Event, None, tuple[Tensor, list[bool]]]:
+        """Commits of each draft what the AR sampler agrees with, and one token more.
 
         The sampler draws at every position with the noise that `autoregressive` would use there.
         While it repeats the draft, it has seen the same tokens to the left: its draws are those of
         `autoregressive`, token for token. Its first other draw is the last new token.
+
+        Returns the logits [B, n - 1, V] that predict what follows the last new token, and for which
+        rows they are good: those whose whole draft was accepted.
         """
-        blocks = [[*row.pending, *row.canvas] for row in self.rows]
-        logits, transaction = self.model.verify(self.cache, self._canvas_ids(blocks))
-        canvases = [[*row.canvas, None] for row in self.rows]
-        targets = self._predict(logits, canvases, self._allow_draft(logits)).tokens
-        new_tokens = []
-        for row, target in zip(self.rows, targets.tolist(), strict=True):
-            pairs = zip(row.canvas, target, strict=False)
+        drafts = [row.draft() for row in self.rows]
+        blocks = [[*row.pending, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
+        input_ids, lengths = self._pad(blocks)
+        canvas = self._canvas_ids([[None] * self.block_size for _ in self.rows])
+        if self.fused:
+            logits, previewed, transaction = self.model.verify_and_preview(
+                self.cache, input_ids, canvas, lengths
+            )
+        else:
+            logits, transaction = self.model.verify(self.cache, input_ids, lengths)
+        longest = max(lengths)
+        canvases = [[*draft, *[None] * (longest - len(draft))] for draft in drafts]
+        targets = self._predict(logits, canvases, self._allow_draft(logits)).tokens.tolist()
+        whole, counts = [], []
+        for row, draft, target in zip(self.rows, drafts, targets, strict=True):
+            pairs = zip(draft, target, strict=False)
             num_agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            new_tokens.append(target[: num_agreed + 1])
+            row.pending = target[num_agreed : num_agreed + 1]
             row.commits += 1
-            row.passes += 1
-        transaction.commit([len(tokens) for tokens in new_tokens])  # the pending token, the agreed
-        return new_tokens
+            row.previews += 1
+            row.passes += 1 if self.fused else 2
+            whole.append(num_agreed == len(draft))
+            counts.append(num_agreed + 1)  # the pending token and what was agreed on
+            yield from self._append(row, target[: num_agreed + 1])
+            if row.constraint and not row.is_finished:
+                row.constraint.commit(target[: num_agreed + 1])
+        transaction.commit(counts)
+        if not self.fused:
+            previewed = self.model.preview(self.cache, canvas)
+        return previewed[:, :-1] if self._diffusion.shift_logits else previewed[:, 1:], whole
 
     def _allow_next(self, logits: Tensor) -> Tensor | None:
         """Returns what constraints leave at the first open positions, bool as logits [B, n, V].
@@ -572,9 +582,7 @@ class _Decoder:
             output=torch.cat([count.output for count in counts]),
         )
 
-    def _place(
-        self, row: _Row, prediction: Prediction, i: int, num_passes: int = 1
-    ) -> CanvasUpdated:
+    def _place(self, row: _Row, prediction: Prediction, i: int) -> CanvasUpdated:
         """Puts what the policy keeps of the prediction's row `i` on the canvas."""
         policy = row.request.policy
         assert not isinstance(policy, Autoregressive)
@@ -582,8 +590,9 @@ class _Decoder:
             policy,
             confidence=prediction.confidence[i],
             entropy=prediction.entropy[i],
-            is_open=torch.tensor(row.open_positions(), device=prediction.confidence.device),
-            num_passes=num_passes,
+            is_open=torch.tensor(
+                row.open_positions(), dtype=torch.bool, device=prediction.confidence.device
+            ),
         )
         tokens = prediction.tokens[i].tolist()
         kept = list(itertools.compress(range(len(tokens)), keep.tolist()))
@@ -600,11 +609,14 @@ class _Decoder:
     ) -> list[int]:
         """Puts on the canvas, from its first open position, what is kept and what is forced.
 
-        The first open position is filled whether the policy kept it or not: it was drawn from what
-        is allowed, and something has to be. Returns the positions that were filled.
+        The first open position was drawn from what is allowed. It is filled whether the policy kept
+        it or not, as something has to be; only drafts of `exact` may stay empty. Returns the
+        positions that were filled.
         """
         position = len(row.resolved_prefix())
-        is_kept = {position, *kept}
+        is_kept = set(kept)
+        if not isinstance(row.request.policy, Exact):
+            is_kept.add(position)
         placed: list[int] = []
         while position in is_kept and (not placed or constraint.validate([tokens[position]])):
             row.canvas[position] = tokens[position]

@@ -280,6 +280,25 @@ class CloverForCausalLM(nn.Module):
         hidden_states, updates = self._cached_pass(cache, input_ids, None, counts, True)
         return self._logits(hidden_states), Transaction(cache, updates, counts, cache.version)
 
+    @torch.no_grad()
+    def verify_and_preview(
+        self,
+        cache: Cache,
+        input_ids: Tensor,
+        canvas: Tensor,
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor, Transaction]:
+        """Verifies tokens and previews the block behind them in ONE pass.
+
+        Returns the AR logits [B, T, V], the canvas logits [B, n, V] and the transaction. The canvas
+        sees all of the tokens: where fewer are committed, its logits mean nothing.
+        """
+        self._require_diffusion()
+        counts = _row_counts(input_ids, lengths)
+        hidden_states, updates = self._cached_pass(cache, input_ids, canvas, counts, True)
+        verified, previewed = self._logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)
+        return verified, previewed, Transaction(cache, updates, counts, cache.version)
+
     def _cached_pass(
         self,
         cache: Cache,

@@ -43,7 +43,7 @@ POLICIES: tuple[Policy, ...] = (
     Threshold(threshold=0.2),
     EntropyBound(bound=4.0),
     Exact(),
-    Exact(draft_passes=2, threshold=0.2),
+    Exact(threshold=0.2),
     Autoregressive(),
 )
 # Every random schema but those with fractions has a longest text; this is more than any of them.
@@ -224,7 +224,7 @@ def test_exact_is_autoregressive_under_any_knobs_and_where_predictions_are_read_
     for shift_logits in (True, False):
         plain, exact = (
             [request(grammar, policy, sampling=sampling) for sampling in samplings]
-            for policy in (Autoregressive(), Exact(draft_passes=2, threshold=0.1))
+            for policy in (Autoregressive(), Exact(threshold=0.1))
         )
         expected = run(make(shift_logits), plain)
         for block_size in (1, 2, 8):
