@@ -1,6 +1,6 @@
-"""clover-nano: an autoregressive parent, its conversion and its adaptation to block diffusion.
+"""clover-nano from nothing: tokenizer, autoregressive parent, conversion, adaptation to block diffusion.
 
-python -m recipes.nano parent|convert|calibrate|adapt --out runs/nano
+python -m recipes.nano all|tokenizer|parent|convert|calibrate|adapt --out runs/nano
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from clover.config import AttentionConfig, DeltaNetConfig, ModelConfig, MoeConfi
 from clover.diffusion.objective import ObjectiveConfig
 from clover.errors import TrainingInputError
 from clover.model.transformer import CloverForCausalLM
+from clover.tasks import FAMILIES
 from clover.tokenizer import Tokenizer
 from clover.train import parallel
 from clover.train.calibrate import calibrate
@@ -28,8 +29,9 @@ from clover.train.optimizer import OptimizerConfig
 from clover.train.packing import Packer
 from clover.train.state import has_state
 from clover.train.trainer import TrainConfig, train
+from recipes.nano_tokenizer import train_tokenizer
 
-Stage = Literal["parent", "convert", "calibrate", "adapt"]
+Stage = Literal["all", "tokenizer", "parent", "convert", "calibrate", "adapt"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 
 # The tokenizer's home, whatever weights lie beside it
@@ -37,10 +39,22 @@ TOKENIZER: Final = "clover-nano"
 VALIDATION_DOCUMENTS: Final = 256
 VALIDATION_SEED: Final = 1
 BLOCK_SIZE: Final = 32
-# Short replies have few tokens to learn from, so there are more of them
-PARENT_WEIGHTS: Final = {"tool_call": 4.0, "arithmetic": 2.0, "lookup": 4.0, "sorting": 3.0}
+EXPERT_CORESET_SIZE: Final = 8
+# By documents. Families whose replies are short have few tokens to learn from, so there are more
+PARENT_WEIGHTS: Final = {
+    "tool_use": 8.0,
+    "tool_call": 2.0,
+    "arithmetic": 1.0,
+    "lookup": 2.5,
+    "sorting": 2.5,
+    "expression": 2.0,
+    "word_problem": 3.0,
+    "extraction": 2.5,
+    "python_function": 2.0,
+    "terminal": 2.5,
+}
 # A preview has sums to learn anew, everything else it mostly takes over
-CLOVER_WEIGHTS: Final = PARENT_WEIGHTS | {"arithmetic": 4.0}
+CLOVER_WEIGHTS: Final = PARENT_WEIGHTS | {"arithmetic": 2.0, "expression": 4.0, "word_problem": 5.0}
 
 
 def parent_config(tokenizer: Tokenizer) -> ModelConfig:
@@ -49,22 +63,22 @@ def parent_config(tokenizer: Tokenizer) -> ModelConfig:
     assert end is not None and pad is not None, "the nano tokenizer has the chat format's tokens"
     return ModelConfig(
         vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=128,
+        hidden_size=192,
         layer_types=("linear_attention", "linear_attention", "linear_attention", "full_attention")
         * 2,
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
         max_position_embeddings=1024,
         attention=AttentionConfig(
-            num_heads=4, num_kv_heads=2, head_dim=32, rotary_dim=16, rope_theta=10_000.0
+            num_heads=6, num_kv_heads=2, head_dim=32, rotary_dim=16, rope_theta=10_000.0
         ),
         delta_net=DeltaNetConfig(
-            num_k_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32, conv_kernel_size=4
+            num_k_heads=3, num_v_heads=6, head_k_dim=32, head_v_dim=32, conv_kernel_size=4
         ),
         mlp=MoeConfig(
-            num_experts=8,
+            num_experts=16,
             num_experts_per_tok=2,
-            moe_intermediate_size=96,
+            moe_intermediate_size=64,
             shared_expert_intermediate_size=128,
         ),
         eos_token_ids=(end,),
@@ -76,18 +90,19 @@ def parent_training(out: Path) -> TrainConfig:
     """Returns the parent's run: next-token loss over whole chats, replies above prompts."""
     return TrainConfig(
         objective="ar",
-        steps=4200,
-        num_rows=16,
-        row_length=256,
+        steps=4600,
+        num_rows=12,
+        row_length=384,
         optimizer=OptimizerConfig(name="muon", learning_rate=4e-3, weight_decay=0.05),
         losses=ObjectiveConfig(prompt_weight=0.1),
         warmup_steps=50,
         schedule="wsd",
-        decay_fraction=0.225,
-        precision="fp32",
+        decay_fraction=0.25,
+        precision="bf16",
+        compile_layers=True,
         out=out,
         log_every=20,
-        eval_every=250,
+        eval_every=400,
         save_every=100,
     )
 
@@ -97,8 +112,8 @@ def clover_training(out: Path) -> TrainConfig:
     return TrainConfig(
         objective="two_stream",
         steps=2600,
-        num_rows=16,
-        row_length=256,
+        num_rows=12,
+        row_length=384,
         optimizer=OptimizerConfig(
             name="muon", learning_rate=3e-3, diffusion_lr_multiplier=5.0, weight_decay=0.05
         ),
@@ -111,10 +126,10 @@ def clover_training(out: Path) -> TrainConfig:
         canvas_length=256,
         prefix_probability=0.6,
         min_noise_level=0.1,
-        precision="fp32",
+        precision="bf16",
         out=out,
         log_every=20,
-        eval_every=250,
+        eval_every=400,
         save_every=100,
     )
 
@@ -122,33 +137,80 @@ def clover_training(out: Path) -> TrainConfig:
 def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent | None:
     """Runs a stage inside `out`; goes on where it was cut. Only training has a summary.
 
-    Without a parent of its own, conversion takes the one that ships in the package. Calibration
-    may be left out; where it was run, adaptation starts from what it left.
+    `all` is every stage but `calibrate`, leaving out those whose folder is there. Run by itself, a
+    stage takes what the package ships in place of a tokenizer or a parent that `out` does not have.
+    Calibration may be left out; where it was run, adaptation starts from what it left.
 
-    Leaves `out/parent`, `out/converted`, `out/calibrated` and `out/clover`, each a checkpoint folder
-    in bf16.
+    Leaves `out/tokenizer`, and `out/parent`, `out/converted`, `out/calibrated` and `out/clover`,
+    each a checkpoint folder in bf16.
     """
-    if stage == "parent":
-        return _train_parent(out, on_event)
-    if stage == "convert":
-        own = out / "parent"
-        parent = own if own.is_dir() else resolve_checkpoint("clover-nano-parent")
-        convert(parent, out / "converted", block_size=BLOCK_SIZE, overwrite=True)
-        return None
-    if stage == "calibrate":
-        _calibrate(out)
-        return None
-    return _adapt(out, on_event)
+    match stage:
+        case "all":
+            return _run_all(out, on_event)
+        case "tokenizer":
+            _on_one_process(lambda: _train_tokenizer(out / "tokenizer"))
+        case "parent":
+            return _train_parent(out, on_event)
+        case "convert":
+            _on_one_process(lambda: _convert(out))
+        case "calibrate":
+            _calibrate(out)
+        case "adapt":
+            return _adapt(out, on_event)
+    return None
+
+
+def _run_all(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent | None:
+    """Runs the stages whose results are missing, up to one that was stopped."""
+    summary = None
+    stages: list[tuple[Stage, str]] = [
+        ("tokenizer", "tokenizer"),
+        ("parent", "parent"),
+        ("convert", "converted"),
+        ("adapt", "clover"),
+    ]
+    for stage, folder in stages:
+        is_done = (out / folder).is_dir()
+        parallel.wait_for_all()  # nobody looks for a folder that another one is already writing
+        if not is_done:
+            summary = run(stage, out, on_event)
+            if summary is not None and not summary.is_finished:
+                break
+    return summary
+
+
+def _on_one_process(work: Callable[[], None]) -> None:
+    """Does work in the first process, while the others wait for it."""
+    if parallel.rank() == 0:
+        work()
+    parallel.wait_for_all()
+
+
+def _train_tokenizer(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    train_tokenizer().save(str(folder / "tokenizer.json"), pretty=False)
 
 
 def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
-    tokenizer_folder = resolve_checkpoint(TOKENIZER)
-    tokenizer = Tokenizer.load(tokenizer_folder)
+    own = out / "tokenizer"
+    folder = own if own.is_dir() else resolve_checkpoint(TOKENIZER)
+    tokenizer = Tokenizer.load(folder)
     model = CloverForCausalLM(parent_config(tokenizer))
     model.init_weights(torch.Generator().manual_seed(0))
     config = parent_training(out / "parent-run")
     source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=PARENT_WEIGHTS)
-    return _train(model, config, source, tokenizer_folder, out / "parent", on_event)
+    return _train(model, config, source, folder, out / "parent", on_event)
+
+
+def _convert(out: Path) -> None:
+    own = out / "parent"
+    convert(
+        own if own.is_dir() else resolve_checkpoint("clover-nano-parent"),
+        out / "converted",
+        block_size=BLOCK_SIZE,
+        expert_coreset_size=EXPERT_CORESET_SIZE,
+        overwrite=True,
+    )
 
 
 def _calibrate(out: Path) -> None:
@@ -216,7 +278,8 @@ def _train(
 
 def validation_set(encoder: DocumentEncoder, split: str) -> list[Document]:
     """Returns the documents on which training is evaluated; always the same ones."""
-    source = TaskSource(encoder, seed=VALIDATION_SEED, split=split)
+    weights = dict.fromkeys(FAMILIES, 1.0)
+    source = TaskSource(encoder, seed=VALIDATION_SEED, split=split, weights=weights)
     return [source.document(index) for index in range(VALIDATION_DOCUMENTS)]
 
 

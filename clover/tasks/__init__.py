@@ -1,7 +1,6 @@
 """Procedural task families: a prompt, tools, a reference reply and a checker. No torch.
 
-`FAMILIES` are the four that clover-nano has learned; `ALL_FAMILIES` adds those of the next model.
-docs/tasks.md shows one example of each. A task is a pure function of family, seed and split:
+docs/tasks.md shows one example of each family. A task is a pure function of family, seed and split:
 
     train    what a model learns from
     seen     the same words and schemas, items that "train" never has
@@ -15,8 +14,6 @@ wordings, domains and combinations see `parted`. To add a family, write a module
 from __future__ import annotations
 
 from clover.tasks.registry import (
-    ALL_FAMILIES,
-    ALL_WEIGHTS,
     DEFAULT_WEIGHTS,
     FAMILIES,
     make_task,
@@ -25,8 +22,6 @@ from clover.tasks.registry import (
 from clover.tasks.task import SPLITS, Check, Task, check_reply, matches_reference
 
 __all__ = [
-    "ALL_FAMILIES",
-    "ALL_WEIGHTS",
     "DEFAULT_WEIGHTS",
     "FAMILIES",
     "SPLITS",

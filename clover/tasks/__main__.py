@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from clover.chat import ChatTemplate, render_reply
-from clover.tasks import ALL_FAMILIES, FAMILIES, make_task
+from clover.tasks import FAMILIES, make_task
 from clover.tasks.domains import DOMAINS
 
 _SEED = 4
@@ -20,9 +20,6 @@ This page is written by `python -m clover.tasks > docs/tasks.md`.
 A task is a conversation to continue and a check of the reply. `make_task(family, seed, split)` is a
 pure function; `check_reply(task, reply)` judges by meaning, `matches_reference(task, reply)` compares
 with the reference text.
-
-clover-nano has learned {", ".join(f"`{family}`" for family in FAMILIES)}: these are `FAMILIES`,
-the default of `sample_tasks`. `ALL_FAMILIES`, with `ALL_WEIGHTS`, are for the next model.
 
 Splits: `train`; `seen`, other items of the same words and schemas; `heldout`, whose domains, wordings,
 combinations and value words training never has. A word is held out by its hash (one in six), a
@@ -44,9 +41,7 @@ def main() -> None:
 
 def page() -> str:
     """Returns the page: every family with one example."""
-    return "\n".join(
-        [_INTRODUCTION, *(line for family in ALL_FAMILIES for line in _describe(family))]
-    )
+    return "\n".join([_INTRODUCTION, *(line for family in FAMILIES for line in _describe(family))])
 
 
 def _describe(family: str) -> Iterator[str]:

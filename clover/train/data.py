@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from clover.chat import ChatTemplate, Message, render_reply
 from clover.errors import CloverError, TrainingInputError
-from clover.tasks import ALL_FAMILIES, DEFAULT_WEIGHTS, Task, make_task
+from clover.tasks import DEFAULT_WEIGHTS, FAMILIES, Task, make_task
 from clover.tokenizer import Tokenizer
 
 # Task seeds of one training run are run_seed * SEED_STRIDE + index: runs never share a task
@@ -211,10 +211,10 @@ def check_weights(weights: Mapping[str, float] | None) -> tuple[list[str], list[
         TrainingInputError: An unknown family, a negative weight, or no positive one.
     """
     weights = weights if weights is not None else DEFAULT_WEIGHTS
-    unknown = sorted(set(weights) - set(ALL_FAMILIES))
+    unknown = sorted(set(weights) - set(FAMILIES))
     if unknown:
         raise TrainingInputError(
-            f"unknown task families {unknown}: expected some of {list(ALL_FAMILIES)}"
+            f"unknown task families {unknown}: expected some of {list(FAMILIES)}"
         )
     if any(weight < 0 for weight in weights.values()) or not any(weights.values()):
         raise TrainingInputError(

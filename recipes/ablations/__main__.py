@@ -16,7 +16,7 @@ from clover.errors import CloverError
 from clover.train.events import StepEvent, SummaryEvent, TrainEvent
 from recipes.ablations.report import plot, render_table
 from recipes.ablations.results import read_results
-from recipes.ablations.study import FAMILY_WEIGHTS, Study, StudyConfig
+from recipes.ablations.study import Study, StudyConfig
 from recipes.ablations.variants import VARIANTS
 
 PLOT_FILE = "ablations.png"
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=int, default=defaults.steps)
     run.add_argument("--rows", type=int, default=defaults.num_rows)
     run.add_argument("--row-length", type=int, default=defaults.row_length)
-    run.add_argument("--families", choices=list(FAMILY_WEIGHTS), default=defaults.families)
+    run.add_argument("--families", type=_names, default=defaults.families, help="default: all")
     run.add_argument("--documents", type=int, default=defaults.num_documents, help="of a split")
     run.add_argument("--items", type=int, default=defaults.num_items, help="of a split")
     run.add_argument("--max-tokens", type=int, default=defaults.max_tokens, help="of an answer")
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace) -> int:
         steps=options.steps,
         num_rows=options.rows,
         row_length=options.row_length,
-        families=options.families,
+        families=tuple(options.families),
         num_documents=options.documents,
         num_items=options.items,
         max_tokens=options.max_tokens,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from clover.checkpoint.convert import choose_mask_token_id, convert
 from clover.checkpoint.load import LoadedCheckpoint, load_checkpoint, resolve_checkpoint
@@ -21,7 +21,7 @@ from clover.diffusion.policies import Exact, Policy, Threshold
 from clover.errors import TrainingInputError
 from clover.model.delta_net import DeltaNet
 from clover.model.transformer import CloverForCausalLM
-from clover.tasks import ALL_WEIGHTS, Task
+from clover.tasks import FAMILIES, Task
 from clover.tokenizer import Tokenizer
 from clover.train.answers import draw_items, score_answers
 from clover.train.calibrate import calibrate
@@ -55,7 +55,6 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "exact": Exact(),
     "threshold 0.9": Threshold(threshold=0.9),
 }
-FAMILY_WEIGHTS: Final = {"recipe": CLOVER_WEIGHTS, "all": ALL_WEIGHTS}
 STUDY_FILE: Final = "study.json"
 
 OnEvent = Callable[[str, int, TrainEvent], None]
@@ -69,7 +68,7 @@ class StudyConfig:
     Attributes:
         parent: A checkpoint that `resolve_checkpoint` finds, with a tokenizer.
         steps, num_rows, row_length: Tokens of a run: their product.
-        families: Task families: those of the recipe, or all.
+        families: Task families, in the shares of the recipe.
         num_documents: Documents of each split for teacher-forced scores.
         num_items: Items of each split to answer.
         max_tokens: Of an answer.
@@ -79,13 +78,18 @@ class StudyConfig:
     steps: int = 600
     num_rows: int = 16
     row_length: int = 256
-    families: Literal["recipe", "all"] = "recipe"
+    families: tuple[str, ...] = FAMILIES
     num_documents: int = 128
     num_items: int = 128
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
         """Checks ranges; those of training are checked by its own config."""
+        if not self.families or (unknown := sorted(set(self.families) - set(FAMILIES))):
+            raise TrainingInputError(
+                f"expected some of the families {', '.join(FAMILIES)}, found "
+                f"{', '.join(unknown) if self.families else 'none'}"
+            )
         for name in ("num_documents", "num_items", "max_tokens"):
             if getattr(self, name) < 1:
                 raise TrainingInputError(f"{name} must be at least 1, found {getattr(self, name)}")
@@ -118,7 +122,11 @@ class Study:
         )
         self.base = replace(base, training=training)
         # With the recipe, so that runs before and after a change of it are never compared
-        _keep_config(folder, asdict(config) | {"recipe": config_to_json(training)})
+        _keep_config(
+            folder,
+            asdict(config)
+            | {"families": list(config.families), "recipe": config_to_json(training)},
+        )
 
     def run(self, variants: list[str] | None, seeds: Sequence[int]) -> bool:
         """Runs what is not finished, seed by seed; returns False where a signal cut it short."""
@@ -135,6 +143,10 @@ class Study:
                 (self._run_folder(name, seed) / STATE_FILE).unlink()
         return True
 
+    @property
+    def _weights(self) -> dict[str, float]:
+        return {family: CLOVER_WEIGHTS[family] for family in self._config.families}
+
     def _run_folder(self, name: str, seed: int) -> Path:
         return self._folder / "runs" / f"{name}-{seed}"
 
@@ -142,7 +154,7 @@ class Study:
         """Converts, trains and evaluates; None where a signal cut the training short."""
         out = self._run_folder(name, seed)
         config = replace(setup.training, seed=seed, out=out)
-        source = TaskSource(self._encoder, seed=seed, weights=FAMILY_WEIGHTS[self._config.families])
+        source = TaskSource(self._encoder, seed=seed, weights=self._weights)
         checkpoint = convert_parent(self._parent, setup)
         freeze(checkpoint.model, setup.frozen)
         with preview_formula(setup.formula):
@@ -197,15 +209,14 @@ class Study:
 
     def _documents(self, split: str) -> list[Document]:
         """Returns the fixed documents of a split: the first that fit into a row."""
-        weights = FAMILY_WEIGHTS[self._config.families]
-        source = TaskSource(self._encoder, seed=VALIDATION_SEED, split=split, weights=weights)
+        source = TaskSource(self._encoder, seed=VALIDATION_SEED, split=split, weights=self._weights)
         documents = map(source.document, itertools.count())
         fitting = (document for document in documents if self._fits(document))
         return list(itertools.islice(fitting, self._config.num_documents))
 
     def _tasks(self, split: str) -> list[Task]:
         """Returns the fixed items of a split, families in turn: the first that fit into a row."""
-        tasks = draw_items(split, sorted(FAMILY_WEIGHTS[self._config.families]))
+        tasks = draw_items(split, self._config.families)
         fitting = (task for task in tasks if self._fits(self._encoder.encode_task(task)))
         return list(itertools.islice(fitting, self._config.num_items))
 
