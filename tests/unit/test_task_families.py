@@ -33,6 +33,7 @@ from clover.tasks import (
 )
 from clover.tasks import domains as domains_module
 from clover.tasks.__main__ import page
+from clover.tasks.checks import Sentence
 from clover.tasks.columns import work_out_step
 from clover.tasks.domains import DOMAINS, Domain, draw_domain
 from clover.tasks.parted import Parted, vary
@@ -543,6 +544,12 @@ def test_sentences_are_judged_by_what_they_say() -> None:
             number = text.split()[-1]
             assert check_reply(task, Message("assistant", content=f"It is done, see {number}"))
             assert not check_reply(task, Message("assistant", content=f"Done: 1{number}"))
+
+
+def test_a_value_called_none_is_not_a_refusal() -> None:
+    check = Sentence(mentions=("none",), avoids=("Erik",))
+    assert check.accepts(Message("assistant", content="meal: none"))
+    assert not check.accepts(Message("assistant", content="I cannot say, none."))
 
 
 # Arithmetic.
