@@ -58,10 +58,10 @@ def _count_wordings() -> Iterator[str]:
     yield "| family | lists | wordings of training | held out |"
     yield "|---|---|---|---|"
     for family in FAMILIES:
-        if lists := wordings_of(family).values():
-            trained = sum(len(wordings.train) for wordings in lists)
-            held_out = sum(len(wordings.held_out) for wordings in lists)
-            yield f"| `{family}` | {len(lists)} | {trained} | {held_out} |"
+        lists = wordings_of(family).values()
+        trained = sum(len(wordings.train) for wordings in lists)
+        held_out = sum(len(wordings.held_out) for wordings in lists)
+        yield f"| `{family}` | {len(lists)} | {trained} | {held_out} |"
     yield ""
 
 

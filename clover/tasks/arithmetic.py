@@ -10,40 +10,24 @@ from __future__ import annotations
 import random
 
 from clover.chat import Message
+from clover.tasks.parted import ask, read_wordings
 from clover.tasks.task import Draft
 from clover.tasks.words import is_held_out
 
-_ADDITION = (
-    "What is {a} + {b}?",
-    "Add {a} and {b}.",
-    "Compute {a} + {b}.",
-    "{a} + {b} = ?",
-    "How much is {a} plus {b}?",
-    "What is the sum of {a} and {b}?",
-    "Please add {a} and {b}.",
-)
-_SUBTRACTION = (
-    "What is {a} - {b}?",
-    "Subtract {b} from {a}.",
-    "Compute {a} - {b}.",
-    "{a} - {b} = ?",
-    "How much is {a} minus {b}?",
-    "What is left of {a} without {b}?",
-    "Please take {b} from {a}.",
-)
+_WORDINGS = read_wordings("arithmetic")
+_LISTS = {"+": "plus", "-": "minus"}
 
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
-    """Returns a sum or a difference. Held-out operands are numbers that training never uses."""
+    """Returns a sum or a difference. Held out are wordings and operands."""
     sign = rng.choice("+-")
     a, b = _operand(rng, held_out), _operand(rng, held_out)
     if sign == "-" and a < b:
         a, b = b, a
-    form = rng.choice(_ADDITION if sign == "+" else _SUBTRACTION)
     answer = a + b if sign == "+" else a - b
     return Draft(
         key=f"{a}{sign}{b}",
-        request=form.format(a=a, b=b),
+        request=ask(rng, _WORDINGS[_LISTS[sign]].draw(rng, held_out), a=a, b=b),
         reply=Message("assistant", content=str(answer), thinking=work_out(a, b, sign)),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from clover.chat import Message
+from clover.tasks.parted import ask, join_words, read_wordings
 from clover.tasks.task import Draft
 from clover.tasks.words import COLORS, OBJECTS, PEOPLE, PLACES, Mix
 
@@ -22,18 +23,11 @@ _WORD_VALUES: dict[str, Mix] = {
 }
 _KEYS = (PEOPLE, OBJECTS, PLACES)
 
-_ASK = (
-    "What is the {what} of {key}?",
-    "What {what} for {key}?",
-    "Give me the {what} of {key}.",
-    "Find the {what} for {key}.",
-    "{what} of {key}?",
-    "Tell me the {what} of {key}.",
-)
+_WORDINGS = read_wordings("lookup")
 
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
-    """Returns a list and a question. Held-out lists have keys and word values never trained on."""
+    """Returns a list and a question. Held out are wordings, keys and words as values."""
     count = rng.randint(4, 8)
     keys = rng.choice(_KEYS).sample(rng, held_out, count)
     what, values = _column(rng, held_out, count)
@@ -41,10 +35,12 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     asked = rng.sample(keys, rng.choice((1, 1, 1, 2, 2, 3)))
     if len(asked) == 1 and rng.random() < _MISSING:
         del table[asked[0]]
-    question = rng.choice(_ASK).format(what=what, key=_join(asked))
+    lines = "\n".join(f"{key}: {value}" for key, value in table.items())
+    question = ask(rng, _WORDINGS["ask"].draw(rng, held_out), what=what, key=join_words(asked))
+    layout = _WORDINGS["layout"].draw(rng, held_out)
     return Draft(
         key=f"{sorted(table.items())} {asked}",
-        request=_compose(rng, table, what, question),
+        request=layout.replace("<>", "\n").format(lines=lines, ask=question),
         reply=Message("assistant", content=_answer(table, asked)),
     )
 
@@ -58,15 +54,5 @@ def _column(rng: random.Random, held_out: bool, count: int) -> tuple[str, list[s
     return what, [_WORD_VALUES[what].draw(rng, held_out) for _ in range(count)]
 
 
-def _compose(rng: random.Random, table: dict[str, str], what: str, question: str) -> str:
-    lines = "\n".join(f"{key}: {value}" for key, value in table.items())
-    layout = rng.choice(("{lines}\n{ask}", "{what} list:\n{lines}\n{ask}", "{ask}\n{lines}"))
-    return layout.format(lines=lines, what=what, ask=question)
-
-
 def _answer(table: dict[str, str], asked: list[str]) -> str:
     return "\n".join(f"{key}: {table.get(key, _UNKNOWN)}" for key in asked)
-
-
-def _join(words: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

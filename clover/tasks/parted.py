@@ -110,6 +110,11 @@ def uncapitalize(sentence: str) -> str:
     return sentence if _is_about_me(sentence) else sentence[:1].lower() + sentence[1:]
 
 
+def with_article(noun: str) -> str:
+    """Returns `a bus` or `an alarm`."""
+    return f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"
+
+
 def attach(phrase: str) -> str:
     """Returns `phrase` as it follows a word: behind a space, unless it begins with punctuation."""
     return phrase if phrase[0] in ",.:;" else f" {phrase}"

@@ -35,8 +35,12 @@ _DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
     "python_function": python_function.draw,
     "terminal": terminal.draw,
 }
-# Families whose wordings are parted, and the files that these wordings are read from
+# The files that the wordings of a family are read from
 _WORDINGS: dict[str, tuple[str, ...]] = {
+    "tool_call": ("tool_call", "fields"),
+    "arithmetic": ("arithmetic",),
+    "lookup": ("lookup",),
+    "sorting": ("sorting",),
     "tool_use": ("tool_use", "tools", "fields"),
     "expression": ("expression",),
     "word_problem": ("word_problem",),
@@ -111,13 +115,13 @@ def sample_tasks(
 
 
 def wordings_of(family: str) -> dict[str, Parted[str]]:
-    """Returns the lists of wordings that `family` draws from, by name; none where none is held out."""
+    """Returns the lists of wordings that `family` draws from, by name."""
     return {
         name: wordings
-        for file in _WORDINGS.get(family, ())
+        for file in _WORDINGS[family]
         for name, wordings in read_wordings(file).items()
-        # A text to extract from only tells: nothing is searched for or changed
-        if not (family == "extraction" and name in ("filters", "changes"))
+        # Only there a record is searched for or changed; elsewhere values are only told
+        if family == "tool_use" or name not in ("filters", "changes")
     }
 
 

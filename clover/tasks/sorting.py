@@ -5,59 +5,26 @@ from __future__ import annotations
 import random
 
 from clover.chat import Message
+from clover.tasks.parted import ask, read_wordings
 from clover.tasks.task import Draft
 from clover.tasks.words import OBJECTS, is_held_out
 
 _COUNTS = (3, 3, 4, 4, 5, 6)
 
-_WORDS = {
-    False: (
-        "Sort alphabetically: {items}",
-        "Sort these words: {items}",
-        "Put in alphabetical order: {items}",
-        "Arrange from A to Z: {items}",
-        "{items}\nSort these words from A to Z.",
-        "What is the alphabetical order of {items}?",
-    ),
-    True: (
-        "Sort in reverse alphabetical order: {items}",
-        "Sort these words backwards: {items}",
-        "Put in reverse order: {items}",
-        "Arrange from Z to A: {items}",
-        "{items}\nSort these words from Z to A.",
-        "What is the reverse alphabetical order of {items}?",
-    ),
-}
-_NUMBERS = {
-    False: (
-        "Sort ascending: {items}",
-        "Sort these numbers: {items}",
-        "Put in ascending order: {items}",
-        "Arrange from smallest to largest: {items}",
-        "{items}\nSort these numbers, smallest first.",
-        "What is the ascending order of {items}?",
-    ),
-    True: (
-        "Sort descending: {items}",
-        "Sort these numbers backwards: {items}",
-        "Put in descending order: {items}",
-        "Arrange from largest to smallest: {items}",
-        "{items}\nSort these numbers, largest first.",
-        "What is the descending order of {items}?",
-    ),
-}
+_WORDINGS = read_wordings("sorting")
 
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
-    """Returns things to sort. Held-out words are never trained on, nor are held-out number sets."""
+    """Returns things to sort. Held out are wordings, words and sets of numbers."""
     count, descending = rng.choice(_COUNTS), rng.random() < 0.5
     numeric = rng.random() < 0.5
     items = _numbers(rng, held_out, count) if numeric else _words(rng, held_out, count)
-    form = rng.choice((_NUMBERS if numeric else _WORDS)[descending])
+    wordings = _WORDINGS[("numbers" if numeric else "words") + ("_reversed" if descending else "")]
+    pattern = wordings.draw(rng, held_out).replace("<>", "\n")
     ordered = sorted(items, reverse=descending)
     return Draft(
         key=f"{sorted(items)} {descending}",
-        request=form.format(items=", ".join(items)),
+        request=ask(rng, pattern, items=", ".join(items)),
         reply=Message("assistant", content=", ".join(ordered)),
     )
 

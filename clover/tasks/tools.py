@@ -19,7 +19,7 @@ from clover.tasks.fields import (
     object_schema,
     say_facts,
 )
-from clover.tasks.parted import Parted, capitalize, read_wordings, say
+from clover.tasks.parted import Parted, capitalize, read_wordings, say, with_article
 
 _SYNONYMS = 0.25  # share of requests that call the noun something else than the tool does
 _OPTIONAL = 0.5  # share of optional parameters that a request gives a value
@@ -163,7 +163,7 @@ def nouns(rng: random.Random, domain: Domain) -> dict[str, str]:
     """Returns the slots `noun` and `a_noun`, which say a domain's noun or a synonym of it."""
     is_synonym = rng.random() < _SYNONYMS and domain.synonyms
     noun = rng.choice(domain.synonyms) if is_synonym else domain.noun
-    return {"noun": noun, "a_noun": f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"}
+    return {"noun": noun, "a_noun": with_article(noun)}
 
 
 def _some(rng: random.Random, fields: Sequence[Field], count: int) -> tuple[Field, ...]:

@@ -65,7 +65,7 @@ def test_a_task_is_a_pure_function_of_family_seed_and_split(
 
 def test_tasks_stay_the_same_from_release_to_release() -> None:
     task = make_task("arithmetic", 0, "train")
-    assert task.messages == (Message("user", content="Subtract 24 from 262."),)
+    assert task.messages == (Message("user", content="What is the difference of 262 and 24?"),)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -204,7 +204,11 @@ def test_sorted_items_are_those_of_the_request_in_order() -> None:
         request, items = task.messages[0].content, task.reply.content.split(", ")
         assert 3 <= len(items) <= 6
         assert all(item in request for item in items)
-        down = re.search(r"revers|backwards|descending|Z to A|largest (to|first)", request)
+        down = re.search(
+            r"reverse|descending|decreasing|Z to A|high to low|largest (to|first|number)",
+            request,
+            re.IGNORECASE,
+        )
         assert items == sorted(items, reverse=down is not None)
 
 
