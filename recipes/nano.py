@@ -43,15 +43,15 @@ EXPERT_CORESET_SIZE: Final = 8
 # By documents. Families whose replies are short have few tokens to learn from, so there are more
 PARENT_WEIGHTS: Final = {
     "tool_use": 8.0,
-    "tool_call": 2.0,
+    "tool_call": 3.0,
     "arithmetic": 1.0,
-    "lookup": 2.5,
-    "sorting": 2.5,
-    "expression": 2.0,
-    "word_problem": 3.0,
-    "extraction": 2.5,
+    "lookup": 2.0,
+    "sorting": 4.0,
+    "expression": 1.5,
+    "word_problem": 4.0,
+    "extraction": 4.0,
     "python_function": 2.0,
-    "terminal": 2.5,
+    "terminal": 3.5,
 }
 # A preview has sums to learn anew, everything else it mostly takes over
 CLOVER_WEIGHTS: Final = PARENT_WEIGHTS | {"arithmetic": 2.0, "expression": 4.0, "word_problem": 5.0}
@@ -90,7 +90,7 @@ def parent_training(out: Path) -> TrainConfig:
     """Returns the parent's run: next-token loss over whole chats, replies above prompts."""
     return TrainConfig(
         objective="ar",
-        steps=4600,
+        steps=9600,
         num_rows=12,
         row_length=384,
         optimizer=OptimizerConfig(name="muon", learning_rate=4e-3, weight_decay=0.05),
@@ -111,7 +111,7 @@ def clover_training(out: Path) -> TrainConfig:
     """Returns the adaptation: two streams, block sizes mixed so that b and c can be told apart."""
     return TrainConfig(
         objective="two_stream",
-        steps=2600,
+        steps=2000,
         num_rows=12,
         row_length=384,
         optimizer=OptimizerConfig(
