@@ -176,6 +176,9 @@ class DeltaNet(nn.Module):
     ) -> Tensor:
         """Returns the preview operator's output [B, M, n, H, V] for pre-conv canvas rows [B, M, n, C]."""
         ring, state = self._history(left, streams, cache, update)
+        mask = streams.canvas_mask
+        if mask is not None:
+            canvas = canvas * mask[:, None, :, None]  # the right taps must not read padding
         q, k, v = self._split_heads(self._canvas_conv(canvas, ring))
         num_heads = self.shape.num_v_heads
         q = expand_heads(q.flatten(0, 1), num_heads).transpose(1, 2)  # [B M, H, n, K]
@@ -190,6 +193,7 @@ class DeltaNet(nn.Module):
                 self.bd_softmax_logit_scale.float(),
                 self.bd_softmax_history_bias.float(),
                 self.bd_softmax_history_c.float(),
+                mask,
             )
         blocks: Tensor = output.transpose(1, 2).unflatten(0, canvas.shape[:2])
         return blocks
@@ -234,6 +238,7 @@ def history_slot_attention(
     logit_scale: Tensor,
     history_bias: Tensor,
     history_c: Tensor,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Returns the preview operator's mix of history and block: one softmax over both.
 
@@ -243,15 +248,21 @@ def history_slot_attention(
         state: [X, H, K, V], the state at the block's start.
         logit_scale: [H], tau, the temperature of the in-block logits.
         history_bias, history_c: [H], b and c: the history slot's logit is b + c log n.
+        mask: [X, n] bool, False for right padding, which is no part of the block and not counted
+            in its n; None: no padding. Outputs of padding mean nothing.
 
     Returns:
         [X, H, n, V], at the scale that the pretrained norm expects.
     """
-    block_size = q.shape[2]
     history = q @ state  # not scaled by K^-1/2: the same units as v
-    history_logit = history_bias + history_c * math.log(block_size)
     block_logits = logit_scale[:, None, None] * (q @ k.transpose(-1, -2))
-    slot = history_logit[:, None, None].expand(*block_logits.shape[:-1], 1)
+    if mask is None:
+        history_logit = (history_bias + history_c * math.log(q.shape[2]))[:, None, None]
+    else:
+        block_logits = block_logits.masked_fill(~mask[:, None, None], -torch.inf)
+        log_size = mask.sum(-1).clamp(min=1).log()  # [X]; a row of padding alone has no size
+        history_logit = (history_bias + history_c * log_size[:, None])[..., None, None]
+    slot = history_logit.expand(*block_logits.shape[:-1], 1)
     shares = torch.cat([slot, block_logits], dim=-1).softmax(dim=-1)
     mixed = shares[..., :1] * history + shares[..., 1:] @ v
     return mixed / math.sqrt(k.shape[-1])

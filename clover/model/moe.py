@@ -111,7 +111,7 @@ class SparseMoe(nn.Module):
                 [streams.num_clean, streams.num_blocks * streams.block_size], dim=1
             )
             blocks = canvas.unflatten(1, (streams.num_blocks, streams.block_size))
-            blocks = restrict_to_coreset(blocks, coreset_size)
+            blocks = restrict_to_coreset(blocks, coreset_size, streams.canvas_mask)
             probabilities = torch.cat([clean, blocks.flatten(1, 2)], dim=1)
         weights, indices = probabilities.flatten(0, 1).topk(self.num_experts_per_tok, dim=-1)
         # A token may give every admitted expert a probability of 0 in fp32: it then has none.
@@ -144,7 +144,9 @@ def record_router_logits(model: nn.Module, *, enabled: bool = True) -> Iterator[
             hook.remove()
 
 
-def restrict_to_coreset(probabilities: Tensor, coreset_size: int) -> Tensor:
+def restrict_to_coreset(
+    probabilities: Tensor, coreset_size: int, mask: Tensor | None = None
+) -> Tensor:
     """Returns the router's probabilities with every expert outside the block's coreset at zero.
 
     An expert's score is its highest probability over the tokens of the block; the `coreset_size`
@@ -153,10 +155,12 @@ def restrict_to_coreset(probabilities: Tensor, coreset_size: int) -> Tensor:
     Args:
         probabilities: [..., n, E].
         coreset_size: experts admitted, at least the experts per token.
+        mask: [B, n] bool, False for right padding, which has no say; probabilities [B, 1, n, E].
     """
     if coreset_size >= probabilities.shape[-1]:
         return probabilities
-    scores = probabilities.amax(dim=-2, keepdim=True)  # [..., 1, E]
+    voters = probabilities if mask is None else probabilities * mask[:, None, :, None]
+    scores = voters.amax(dim=-2, keepdim=True)  # [..., 1, E]
     admitted = torch.zeros_like(scores, dtype=torch.bool)
     admitted = admitted.scatter(-1, scores.topk(coreset_size, dim=-1).indices, True)
     return probabilities.masked_fill(~admitted, 0.0)
