@@ -8,6 +8,7 @@
     |-- PromptError       a prompt that cannot be answered: empty, too long, holding reserved ids
     |-- RequestError      a request knob outside its range
     |-- GenerationError   decoding that cannot go on (for example NaN logits)
+    |-- CapacityError     a request too many for an engine and its queue
     |-- TaskError         an unknown task family or split
     `-- TrainingError     training that cannot go on (for example a loss that is not finite)
         `-- TrainingInputError  data or options that a training run cannot start from
@@ -48,6 +49,10 @@ class RequestError(CloverError, ValueError):
 
 class GenerationError(CloverError):
     """Decoding that cannot go on, for example because logits are NaN."""
+
+
+class CapacityError(CloverError):
+    """One request more than an engine and its queue can hold: try again later."""
 
 
 class TaskError(CloverError, ValueError):

@@ -6,12 +6,8 @@ waits for another: it commits its block in the very pass that previews its next 
 
 from __future__ import annotations
 
-import itertools
-import operator
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from types import UnionType
 
 import torch
@@ -37,14 +33,17 @@ from clover.diffusion.requests import (
     GenerationResult,
     GenerationStats,
 )
-from clover.diffusion.sampling import (
-    Prediction,
-    SamplingParams,
-    TokenCounts,
-    count_left,
-    predict,
+from clover.diffusion.rows import (
+    Row,
+    Rules,
+    check_request,
+    make_rules,
+    mask_open,
+    predict_rows,
+    resolve_block_size,
+    start_row,
 )
-from clover.errors import PromptError, RequestError
+from clover.diffusion.sampling import Prediction
 from clover.model.transformer import CloverForCausalLM
 
 __all__ = [
@@ -132,140 +131,38 @@ def generate(
         RequestError: A knob is out of range, or the model cannot honour it.
         GenerationError: While iterating: the model's logits are not finite.
     """
-    config = model.config
-    diffusion = config.diffusion
-    mask = [] if diffusion is None else [diffusion.mask_token_id]
-    forbidden = frozenset([*mask, *forbidden_token_ids])
-    eos = frozenset(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
-    context = config.max_position_embeddings
-    if block_size is not None and not 1 <= block_size <= context:
-        raise RequestError(f"block_size is {block_size}; allowed: 1 to {context}, the context")
-    for row, request in enumerate(requests):
-        where = f"request {row}: " if len(requests) > 1 else ""
-        _check_request(where, request, config, forbidden, has_decode=decode is not None)
-    decoder = _Decoder(
-        model=model,
+    rules = make_rules(
+        model.config,
         decode=decode,
-        eos=eos,
-        forbidden_ids=torch.tensor(sorted(forbidden), dtype=torch.int64, device=model.device),
-        fused=fused,
-        block_size=block_size or (diffusion.block_size if diffusion else 1),
+        eos_token_ids=eos_token_ids,
+        forbidden_token_ids=forbidden_token_ids,
     )
-    return decoder.run(requests)
-
-
-def _check_request(
-    where: str,
-    request: GenerationRequest,
-    config: ModelConfig,
-    forbidden: frozenset[int],
-    *,
-    has_decode: bool,
-) -> None:
-    context, prompt = config.max_position_embeddings, request.prompt_ids
-    if not 0 < len(prompt) < context:
-        raise PromptError(
-            f"{where}expected a prompt of 1 to {context - 1} tokens (the context less one "
-            f"token of answer), found {len(prompt)}"
-        )
-    for position, token_id in enumerate(prompt):
-        if token_id in forbidden or not 0 <= token_id < config.vocab_size:
-            raise PromptError(
-                f"{where}token id {token_id} at position {position} of the prompt is "
-                "reserved or outside the vocabulary; leave it out"
-            )
-    for token_id in request.sampling.logit_bias:
-        if token_id in forbidden or token_id >= config.vocab_size:
-            raise RequestError(
-                f"{where}logit_bias names token id {token_id}, which is reserved or "
-                f"outside the vocabulary of {config.vocab_size}"
-            )
-    if request.stop and not has_decode:
-        raise RequestError(f"{where}stop strings need `decode`, found None")
-    if config.diffusion is None and not isinstance(request.policy, Autoregressive):
-        raise RequestError(
-            f"{where}policy {request.policy} needs a diffusion model, found an "
-            "autoregressive parent; ask for `autoregressive` or convert the model"
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """One request under way. Its sequence is prompt | output | canvas."""
-
-    index: int
-    request: GenerationRequest
-    params: SamplingParams  # the request's, the seed resolved
-    eos: frozenset[int]  # empty where the request ignores EOS
-    pending: list[int]  # final tokens that the cache lacks; at first the last of the prompt
-    output: list[int] = field(default_factory=list)  # final tokens
-    canvas: list[int | None] = field(default_factory=list)  # None: open
-    next_logits: Tensor | None = None  # [V], of the last committed token
-    previews: int = 0
-    commits: int = 0
-    passes: int = 0
-    is_finished: bool = False
-
-    @property
-    def num_final(self) -> int:
-        """Tokens before the canvas."""
-        return len(self.request.prompt_ids) + len(self.output)
-
-    def resolved_prefix(self) -> list[int]:
-        """Returns the canvas up to its first open position."""
-        prefix = itertools.takewhile(lambda token_id: token_id is not None, self.canvas)
-        return [token_id for token_id in prefix if token_id is not None]
-
-    def open_positions(self) -> list[bool]:
-        """Returns where a token may be placed: not right of a resolved EOS, which ends the text.
-
-        A draft has no EOS yet: whatever it holds is checked from the left.
-        """
-        is_draft = isinstance(self.request.policy, Exact)
-        has_eos = itertools.accumulate(
-            (token_id in self.eos and not is_draft for token_id in self.canvas), operator.or_
-        )
-        return [
-            token_id is None and not is_behind
-            for token_id, is_behind in zip(self.canvas, has_eos, strict=True)
-        ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _End:
-    """Where and why a text ends."""
-
-    num_tokens: int  # of the whole output, EOS included
-    reason: FinishReason
-    text: str | None  # what the caller reads
+    size = resolve_block_size(model.config, block_size)
+    for row, request in enumerate(requests):
+        check_request(request, rules, f"request {row}: " if len(requests) > 1 else "")
+    return _Decoder(model=model, rules=rules, fused=fused, block_size=size).run(requests)
 
 
 class _Decoder:
     """The three loops, and what they share. `rows` and the cache's rows correspond."""
 
     def __init__(
-        self,
-        *,
-        model: CloverForCausalLM,
-        decode: Decode | None,
-        eos: frozenset[int],
-        forbidden_ids: Tensor,
-        fused: bool,
-        block_size: int,
+        self, *, model: CloverForCausalLM, rules: Rules, fused: bool, block_size: int
     ) -> None:
         self.model = model
-        self.decode = decode
-        self.eos = eos
-        self.forbidden_ids = forbidden_ids
+        self.rules = rules
+        self.forbidden_ids = torch.tensor(
+            sorted(rules.forbidden), dtype=torch.int64, device=model.device
+        )
         self.fused = fused
         self.block_size = block_size
-        self.rows: list[_Row] = []
+        self.rows: list[Row] = []
+        self.next_logits: dict[int, Tensor] = {}  # by row index: [V], of its last committed token
         self.cache = model.new_cache(0)
-        self.started = 0.0
 
     def run(self, requests: Sequence[GenerationRequest]) -> Iterator[Event]:
         """Yields every event of every request."""
-        self.started = time.perf_counter()
+        started = time.perf_counter()
         loops: list[tuple[type[Policy] | UnionType, Callable[[], Iterator[Event]]]] = [
             (Threshold | EntropyBound, self._fill_blocks),
             (Exact, self._draft_and_verify),
@@ -273,7 +170,7 @@ class _Decoder:
         ]
         for policies, loop in loops:
             self.rows = [
-                self._start_row(index, request)
+                start_row(index, request, self.rules, self.block_size, started)
                 for index, request in enumerate(requests)
                 if isinstance(request.policy, policies)
             ]
@@ -283,49 +180,33 @@ class _Decoder:
 
     def _fill_blocks(self) -> Iterator[Event]:
         """`threshold` and `entropy_bound`."""
-        for row in self.rows:
-            row.canvas = [None] * self.block_size
         while self.rows:
             logits = self._commit_and_preview()
             prediction = self._predict(logits, [row.canvas for row in self.rows])
             for i, row in enumerate(self.rows):
                 yield self._place(row, prediction, i)
-                prefix = row.resolved_prefix()
-                if len(prefix) == self.block_size or self._find_end(row, prefix):
-                    row.pending, row.canvas = prefix, [None] * self.block_size
-                    yield from self._append(row, prefix)
+                yield from row.close_block()
             self._drop_finished()
 
     def _draft_and_verify(self) -> Iterator[Event]:
         """`exact`. A block is the pending token, which is known, and a canvas behind it."""
         while self.rows:
-            for row in self.rows:
-                row.canvas = [None] * (self.block_size - 1)
             yield from self._draft()
             for row, tokens in zip(self.rows, self._verify(), strict=True):
                 row.pending = tokens[-1:]
-                yield from self._append(row, tokens)
+                row.lay_canvas()
+                yield from row.append(tokens)
             self._drop_finished()
 
     def _write_one_by_one(self) -> Iterator[Event]:
         """`autoregressive`."""
         while self.rows:
             self._commit()
-            prediction = self._predict(self._next_logits(), [[None] for _ in self.rows])
+            prediction = self._predict(self._stack_next_logits(), [[None] for _ in self.rows])
             for row, tokens in zip(self.rows, prediction.tokens.tolist(), strict=True):
                 row.pending = tokens
-                yield from self._append(row, tokens)
+                yield from row.append(tokens)
             self._drop_finished()
-
-    def _start_row(self, index: int, request: GenerationRequest) -> _Row:
-        seed = request.sampling.seed
-        return _Row(
-            index=index,
-            request=request,
-            params=replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
-            eos=frozenset() if request.ignore_eos else self.eos,
-            pending=[request.prompt_ids[-1]],
-        )
 
     def _prefill(self) -> None:
         """Starts the cache with every prompt less its last token, which the first pass commits."""
@@ -358,89 +239,51 @@ class _Decoder:
             row.previews += 1
             row.passes += 1
         if self._diffusion.shift_logits:
-            return torch.cat([self._next_logits(), logits[:, :-1]], dim=1)
+            return torch.cat([self._stack_next_logits(), logits[:, :-1]], dim=1)
         return logits
 
     def _take_commit(self, logits: Tensor) -> None:
         """Keeps the logits [B, T, V] of each row's last pending token; nothing is pending then."""
         for i, row in enumerate(self.rows):
             if row.pending:
-                row.next_logits = logits[i, len(row.pending) - 1].clone()
+                self.next_logits[row.index] = logits[i, len(row.pending) - 1].clone()
                 row.pending = []
                 row.commits += 1
 
-    def _next_logits(self) -> Tensor:
+    def _stack_next_logits(self) -> Tensor:
         """Returns the AR logits of the first position that is not final, [B, 1, V]."""
-        return torch.stack([row.next_logits for row in self.rows if row.next_logits is not None])[
-            :, None
-        ]
+        return torch.stack([self.next_logits[row.index] for row in self.rows])[:, None]
 
     def _draft(self) -> Iterator[CanvasUpdated]:
         """Fills every canvas by previews."""
-        for num_passes in itertools.count(1):
-            if not any(None in row.canvas for row in self.rows):
-                return
+        while any(None in row.canvas for row in self.rows):
             blocks = [[*row.pending, *row.canvas] for row in self.rows]
             logits = self.model.preview(self.cache, self._canvas_ids(blocks))
             logits = logits[:, :-1] if self._diffusion.shift_logits else logits[:, 1:]
             prediction = self._predict(logits, [row.canvas for row in self.rows])
             for i, row in enumerate(self.rows):
                 if None in row.canvas:
+                    row.num_drafts += 1
                     row.previews += 1
                     row.passes += 1
-                    yield self._place(row, prediction, i, num_passes)
+                    yield self._place(row, prediction, i)
 
     def _verify(self) -> list[list[int]]:
-        """Commits what the AR sampler agrees with; returns each row's new tokens, at least one.
-
-        The sampler draws at every position with the noise that `autoregressive` would use there.
-        While it repeats the draft, it has seen the same tokens to the left: its draws are those of
-        `autoregressive`, token for token. Its first other draw is the last new token.
-        """
+        """Commits what the AR sampler agrees with; returns each row's new tokens, at least one."""
         blocks = [[*row.pending, *row.canvas] for row in self.rows]
         logits, transaction = self.model.verify(self.cache, self._canvas_ids(blocks))
         targets = self._predict(logits, [[*row.canvas, None] for row in self.rows]).tokens.tolist()
-        new_tokens = []
-        for row, target in zip(self.rows, targets, strict=True):
-            pairs = zip(row.canvas, target, strict=False)
-            num_agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            new_tokens.append(target[: num_agreed + 1])
+        new_tokens = [row.agreed(target) for row, target in zip(self.rows, targets, strict=True)]
+        for row in self.rows:
             row.commits += 1
             row.passes += 1
         transaction.commit([len(tokens) for tokens in new_tokens])  # the pending token, the agreed
         return new_tokens
 
     def _predict(self, logits: Tensor, canvases: Sequence[Sequence[int | None]]) -> Prediction:
-        """Returns tokens, confidence and entropy for canvases that follow the final tokens."""
-        offsets = torch.arange(logits.shape[1], device=logits.device)
-        num_final = torch.tensor([row.num_final for row in self.rows], device=logits.device)
-        return predict(
-            logits,
-            [row.params for row in self.rows],
-            num_final[:, None] + offsets,
-            forbidden_ids=self.forbidden_ids,
-            draws=[row.request.draw for row in self.rows],
-            counts=self._count(canvases, logits),
-        )
+        return predict_rows(self.rows, logits, canvases, self.forbidden_ids)
 
-    def _count(
-        self, canvases: Sequence[Sequence[int | None]], logits: Tensor
-    ) -> TokenCounts | None:
-        """Returns the counts that penalties need, None where no row has any."""
-        if not any(row.params.has_penalties for row in self.rows):
-            return None
-        counts = [
-            count_left(row.request.prompt_ids, row.output, canvas, logits.shape[-1], logits.device)
-            for row, canvas in zip(self.rows, canvases, strict=True)
-        ]
-        return TokenCounts(
-            seen=torch.cat([count.seen for count in counts]),
-            output=torch.cat([count.output for count in counts]),
-        )
-
-    def _place(
-        self, row: _Row, prediction: Prediction, i: int, num_passes: int = 1
-    ) -> CanvasUpdated:
+    def _place(self, row: Row, prediction: Prediction, i: int) -> CanvasUpdated:
         """Puts what the policy keeps of the prediction's row `i` on the canvas."""
         policy = row.request.policy
         assert not isinstance(policy, Autoregressive)
@@ -449,71 +292,9 @@ class _Decoder:
             confidence=prediction.confidence[i],
             entropy=prediction.entropy[i],
             is_open=torch.tensor(row.open_positions(), device=prediction.confidence.device),
-            num_passes=num_passes,
+            num_passes=row.num_drafts,
         )
-        tokens = prediction.tokens[i].tolist()
-        kept = tuple(itertools.compress(range(len(tokens)), keep.tolist()))
-        for position in kept:
-            row.canvas[position] = tokens[position]
-        canvas = tuple(self._canvas_ids([row.canvas])[0].tolist())
-        return CanvasUpdated(row=row.index, canvas=canvas, kept=kept)
-
-    def _append(self, row: _Row, tokens: list[int]) -> Iterator[Event]:
-        """Makes tokens final, up to the end of the text if that is among them."""
-        end = self._find_end(row, tokens)
-        num_before = len(row.output)
-        row.output = (row.output + tokens)[: end.num_tokens if end else None]
-        final = row.output[:-1] if end and end.reason == "eos" else row.output
-        if len(final) > num_before:
-            yield BlockCommitted(row=row.index, token_ids=tuple(final[num_before:]))
-        if end:
-            row.is_finished = True
-            yield Finished(row=row.index, result=self._result(row, tuple(final), end))
-
-    def _find_end(self, row: _Row, tokens: Sequence[int]) -> _End | None:
-        """Returns the first end of the text in `tokens`, which follow the output, else None."""
-        produced = [*row.output, *tokens]
-        may_stop = self._cut_at_stop(row, produced) is not None
-        max_tokens, num_prompt = row.request.max_tokens, len(row.request.prompt_ids)
-        for count in range(len(row.output) + 1, len(produced) + 1):
-            head = produced[:count]
-            if head[-1] in row.eos:
-                return _End(num_tokens=count, reason="eos", text=self._text(head[:-1]))
-            if may_stop and (text := self._cut_at_stop(row, head)) is not None:
-                return _End(num_tokens=count, reason="stop", text=text)
-            if count == max_tokens:
-                return _End(num_tokens=count, reason="length", text=self._text(head))
-            if num_prompt + count == self.model.config.max_position_embeddings:
-                return _End(num_tokens=count, reason="context", text=self._text(head))
-        return None
-
-    def _cut_at_stop(self, row: _Row, tokens: Sequence[int]) -> str | None:
-        """Returns the text before the first stop string, None if there is none."""
-        if not row.request.stop:
-            return None
-        text = self._text(tokens) or ""
-        starts = [text.find(stop) for stop in row.request.stop if stop in text]
-        return text[: min(starts)] if starts else None
-
-    def _text(self, tokens: Sequence[int]) -> str | None:
-        return None if self.decode is None else self.decode(tokens)
-
-    def _result(self, row: _Row, token_ids: tuple[int, ...], end: _End) -> GenerationResult:
-        assert row.params.seed is not None
-        stats = GenerationStats(
-            tokens=end.num_tokens,
-            previews=row.previews,
-            commits=row.commits,
-            passes=row.passes,
-            seconds=time.perf_counter() - self.started,
-        )
-        return GenerationResult(
-            token_ids=token_ids,
-            text=end.text,
-            finish_reason=end.reason,
-            stats=stats,
-            seed=row.params.seed,
-        )
+        return row.place(prediction.tokens[i].tolist(), keep.tolist())
 
     def _drop_finished(self) -> None:
         """Lets finished rows leave the batch."""
@@ -529,8 +310,7 @@ class _Decoder:
 
     def _canvas_ids(self, canvases: Sequence[Sequence[int | None]]) -> Tensor:
         """Returns int64 [B, n], the mask id where open."""
-        mask = self._diffusion.mask_token_id
-        ids = [[mask if token_id is None else token_id for token_id in row] for row in canvases]
+        ids = [mask_open(canvas, self.model.config) for canvas in canvases]
         return torch.tensor(ids, device=self.model.device)
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:

@@ -10,7 +10,7 @@ from clover.diffusion.policies import Policy, Threshold
 from clover.diffusion.sampling import SamplingParams
 from clover.errors import RequestError
 
-FinishReason = Literal["eos", "stop", "length", "context"]
+FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "timeout"]
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -61,6 +61,7 @@ class GenerationStats:
         commits: Passes that committed tokens of this row.
         passes: Forward passes that served this row.
         seconds: From the start of generation to this row's end, prefill included.
+        cached_tokens: Prompt tokens that a prefix cache had; nobody committed them for this row.
     """
 
     tokens: int
@@ -68,11 +69,12 @@ class GenerationStats:
     commits: int
     passes: int
     seconds: float
+    cached_tokens: int = 0
 
     @property
     def tpf(self) -> float:
-        """Tokens per forward pass: exactly 1.0 for `autoregressive`."""
-        return self.tokens / self.passes
+        """Tokens per forward pass: exactly 1.0 for `autoregressive`, 0 before the first pass."""
+        return self.tokens / self.passes if self.passes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +85,7 @@ class GenerationResult:
         token_ids: What was produced, without EOS. After a stop string it ends with the token that
             completed it.
         text: `token_ids` decoded and cut before the stop string; None without `decode`.
-        finish_reason: Which end came first.
+        finish_reason: Which end came first. `cancelled` and `timeout` come from an engine alone.
         stats: Tokens, passes, seconds.
         seed: What reproduces the answer.
     """
