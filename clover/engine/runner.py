@@ -35,13 +35,13 @@ class Phase:
     Attributes:
         kind: `fill` previews a canvas, and commits the block before it if that is pending; `draft`
             previews the canvas of `exact`; `verify` checks it; `next` commits one token for the
-            next.
+            next; `wait` does nothing.
         clean: Final tokens to commit, or the draft to verify.
         canvas: Ids to preview.
         known: What is known at the positions that the pass predicts.
     """
 
-    kind: Literal["fill", "draft", "verify", "next"]
+    kind: Literal["fill", "draft", "verify", "next", "wait"]
     clean: Sequence[int]
     canvas: Sequence[int]
     known: Sequence[int | None]
@@ -56,6 +56,8 @@ class Phase:
         """
         first, behind = num_clean, num_clean + len(self.canvas)
         match self.kind:
+            case "wait":
+                return []
             case "next":
                 return [last]
             case "verify":
@@ -82,6 +84,20 @@ def next_phase(row: Row) -> Phase:
         case _:
             canvas = mask_open(row.canvas, config)
             return Phase(kind="fill", clean=row.pending, canvas=canvas, known=row.canvas)
+
+
+def align(phases: Sequence[Phase]) -> list[Phase]:
+    """Returns the phases with verifications put off while other rows draft.
+
+    A pass that drafts and verifies is as wide for every row as both together. A row that has once
+    waited keeps step with the others, so the narrow passes that follow soon repay it. Where a row
+    fills, passes are wide in any case.
+    """
+    kinds = {phase.kind for phase in phases}
+    if not {"draft", "verify"} <= kinds or "fill" in kinds:
+        return list(phases)
+    wait = Phase(kind="wait", clean=(), canvas=(), known=())
+    return [wait if phase.kind == "verify" else phase for phase in phases]
 
 
 class Runner:
@@ -184,7 +200,7 @@ class Runner:
     def _decode(self) -> list[Event]:
         """Runs one pass of all rows and takes each as far as it says."""
         rows = [job.row for job in self.jobs]
-        phases = [next_phase(row) for row in rows]
+        phases = align([next_phase(row) for row in rows])
         input_ids, lengths = self._pad([phase.clean for phase in phases])
         canvas, canvas_lengths = self._pad([phase.canvas for phase in phases])
         hidden_states, transaction = self.model.mixed_pass(
@@ -234,7 +250,7 @@ class Runner:
         for i, (row, phase, tokens) in enumerate(
             zip(rows, phases, prediction.tokens.tolist(), strict=True)
         ):
-            row.passes += 1
+            row.passes += phase.kind != "wait"
             row.previews += bool(phase.canvas)
             row.commits += bool(phase.clean)
             num_accepted = len(phase.clean)

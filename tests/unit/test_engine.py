@@ -188,6 +188,23 @@ def test_rows_of_all_policies_and_block_sizes_share_passes(lively_model: CloverF
         assert result.stats.passes == expected.stats.passes
 
 
+def test_rows_of_exact_that_arrive_apart_draft_and_verify_together(
+    lively_model: CloverForCausalLM,
+) -> None:
+    engine = Engine(lively_model)
+    requests = [make_request(Exact(), prompt_ids=(token, 9)) for token in (5, 6)]
+    first = engine.submit(requests[0])
+    engine.step()  # its first draft
+    second = engine.submit(requests[1])
+    results = ended(list(engine.run()))
+    longest = max(results[row].stats.passes for row in (first, second))
+    assert engine.stats.passes <= 1 + longest  # the first row waited once
+    for row, request in ((first, requests[0]), (second, requests[1])):
+        (expected,) = generate_all(lively_model, [request.generation])
+        assert results[row].token_ids == expected.token_ids
+        assert results[row].stats.passes == expected.stats.passes
+
+
 def test_broken_weights_stop_the_step_and_leave_the_rows_where_they_were(
     lively_model: CloverForCausalLM,
 ) -> None:
