@@ -11,23 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from clover.chat import parse_reply
 from clover.checkpoint.load import LoadedCheckpoint, load_checkpoint, resolve_checkpoint
-from clover.diffusion.generate import (
-    GenerationRequest,
-    GenerationResult,
-    generate_all,
-    reserved_token_ids,
-)
 from clover.diffusion.policies import (
     Autoregressive,
     EntropyBound,
@@ -35,37 +29,20 @@ from clover.diffusion.policies import (
     Policy,
     Threshold,
 )
-from clover.tasks import FAMILIES, Task, check_reply, make_task
+from clover.tasks import Task
+from clover.train.answers import FamilyScore, draw_items, score_answers
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 ENTROPY_BOUNDS = (0.05, 0.2)
-BATCH_SIZE = 32
-MAX_TOKENS = 160
-ITEM_SEED = 20_000_000  # far from the seeds of training and validation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(FamilyScore):
     """One line of the table: a model under a policy, on one family of one split."""
 
     model: str
     policy: str
     split: str
-    family: str
-    items: int
-    correct: int
-    tokens: int
-    passes: int
-
-    @property
-    def accuracy(self) -> float:
-        """Share of items answered exactly."""
-        return self.correct / self.items
-
-    @property
-    def tpf(self) -> float:
-        """Tokens per forward pass over all items."""
-        return self.tokens / self.passes
 
 
 def main() -> int:
@@ -101,84 +78,28 @@ def measure_split(
     torch.set_grad_enabled(False)
     parent = load_checkpoint(resolve_checkpoint(parent_name))
     clover = load_checkpoint(resolve_checkpoint(clover_name))
-    tasks = list(make_items(split, count))
+    tasks = list(islice(draw_items(split), count))
     rows = measure("parent", parent, Autoregressive(), split, tasks)
     for policy in policies:
         rows += measure("clover", clover, policy, split, tasks)
     return rows
 
 
-def make_items(split: str, count: int) -> Iterator[Task]:
-    """Yields `count` tasks, the families in turn."""
-    for index in range(count):
-        yield make_task(FAMILIES[index % len(FAMILIES)], ITEM_SEED + index, split)
-
-
 def measure(
     name: str, checkpoint: LoadedCheckpoint, policy: Policy, split: str, tasks: Sequence[Task]
 ) -> list[Row]:
     """Returns one row per family, and one for all."""
-    answers = [
-        (task, result, is_correct(checkpoint, task, result))
-        for start in range(0, len(tasks), BATCH_SIZE)
-        for task, result in answer(checkpoint, policy, tasks[start : start + BATCH_SIZE])
+    scores = score_answers(checkpoint, policy, tasks)
+    rows = [
+        Row(model=name, policy=policy_name(policy), split=split, **asdict(score))
+        for score in scores
     ]
-    rows = []
-    for family in (*FAMILIES, "all"):
-        part = [a for a in answers if family in (a[0].family, "all")]
-        rows.append(
-            Row(
-                model=name,
-                policy=policy_name(policy),
-                split=split,
-                family=family,
-                items=len(part),
-                correct=sum(correct for _, _, correct in part),
-                tokens=sum(result.stats.tokens for _, result, _ in part),
-                passes=sum(result.stats.passes for _, result, _ in part),
-            )
-        )
     total = rows[-1]
     print(
         f"{split:8} {name:7} {total.policy:20} accuracy {total.accuracy:6.1%} TPF {total.tpf:5.2f}",
         flush=True,
     )
     return rows
-
-
-def answer(
-    checkpoint: LoadedCheckpoint, policy: Policy, tasks: Sequence[Task]
-) -> Iterator[tuple[Task, GenerationResult]]:
-    """Yields the tasks with their answers, decoded greedily in one batch."""
-    requests = [
-        GenerationRequest(
-            prompt_ids=checkpoint.tokenizer.encode(
-                checkpoint.template.render(
-                    task.messages, tools=task.tools, enable_thinking=task.enable_thinking
-                )
-            ),
-            max_tokens=MAX_TOKENS,
-            policy=policy,
-        )
-        for task in tasks
-    ]
-    results = generate_all(
-        checkpoint.model,
-        requests,
-        decode=checkpoint.tokenizer.decode,
-        eos_token_ids=checkpoint.eos_token_ids,
-        forbidden_token_ids=reserved_token_ids(checkpoint.config, len(checkpoint.tokenizer)),
-    )
-    yield from zip(tasks, results, strict=True)
-
-
-def is_correct(checkpoint: LoadedCheckpoint, task: Task, result: GenerationResult) -> bool:
-    """Returns whether the answer, read as a chat reply, is the task's."""
-    if result.finish_reason != "eos":
-        return False
-    text = checkpoint.tokenizer.decode(result.token_ids)
-    reply = parse_reply(text, starts_in_thinking=task.enable_thinking, tools=task.tools)
-    return check_reply(task, reply)
 
 
 def policy_name(policy: Policy) -> str:

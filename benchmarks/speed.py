@@ -13,12 +13,14 @@ import statistics
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
-from benchmarks.frontier import answer, make_items, policy_name
+from benchmarks.frontier import policy_name
 from clover.checkpoint.load import LoadedCheckpoint, load_checkpoint, resolve_checkpoint
 from clover.diffusion.policies import Autoregressive, Exact, Policy, Threshold
+from clover.train.answers import answer, draw_items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,7 @@ def main() -> int:
     rates: dict[int, list[float]] = defaultdict(list)
     tokens: dict[int, int] = defaultdict(int)
     passes: dict[int, int] = defaultdict(int)
-    tasks = list(make_items(options.split, options.items + 1))
+    tasks = list(islice(draw_items(options.split), options.items + 1))
     for number, task in enumerate(tasks):
         for index, contender in enumerate(contenders):
             [(_, result)] = answer(contender.checkpoint, contender.policy, [task])

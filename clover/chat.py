@@ -462,7 +462,7 @@ class ChatParser:
         Raises:
             PromptError: A tool has no name, or its parameters are not a JSON schema.
         """
-        self._schemas = _read_schemas(tools)
+        self._schemas = read_tool_schemas(tools)
         self._starts_in_thinking = starts_in_thinking
         self._thinking = _Text()
         self._content = _Text()
@@ -717,8 +717,12 @@ def _held_back(text: str, start: int, tags: Sequence[str]) -> int:
     return 0
 
 
-def _read_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns the JSON schema of the parameters of each tool, by function name."""
+def read_tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns the JSON schema of the parameters of each tool, by function name.
+
+    Raises:
+        PromptError: A tool has no name, or its parameters are not a JSON schema.
+    """
     schemas = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
@@ -740,7 +744,7 @@ def _convert(raw: str, key: str, parameters: Mapping[str, Any]) -> Any:
     schema = parameters.get("additionalProperties")
     if isinstance(properties, Mapping):
         schema = properties.get(key, schema)
-    types, choices = _allowed(schema, parameters, {})
+    types, choices = value_types(schema, parameters)
     if raw in choices or types == {"string"}:
         return raw
     try:
@@ -757,6 +761,24 @@ def _convert(raw: str, key: str, parameters: Mapping[str, Any]) -> Any:
 _Allowed = tuple[frozenset[str], frozenset[str]]
 
 
+def value_types(schema: object, root: Mapping[str, Any]) -> _Allowed:
+    """Returns the JSON types that a parameter allows (none: anything) and its string choices.
+
+    They decide how `ChatParser` reads a value: raw where only strings are allowed or where it is
+    one of the choices, otherwise as JSON of one of the types if it is that.
+
+    Args:
+        schema: The parameter's.
+        root: The schema that `schema` is a part of, in which its references lead.
+    """
+    return _allowed(schema, root, {})
+
+
+def is_tag_name(name: str) -> bool:
+    """Returns whether a function's or a parameter's name can stand in its tag."""
+    return 0 < len(name) <= _MAX_NAME_LENGTH and not _NAME_END.search(name)
+
+
 def _allowed(
     schema: object, root: Mapping[str, Any], known: dict[str, _Allowed], depth: int = 0
 ) -> _Allowed:
@@ -770,7 +792,7 @@ def _allowed(
         reference = str(schema["$ref"])
         if reference not in known:
             known[reference] = frozenset(), frozenset()
-            known[reference] = _allowed(_resolve(reference, root), root, known, depth + 1)
+            known[reference] = _allowed(resolve_reference(reference, root), root, known, depth + 1)
         parts = [known[reference]]
     else:
         below = next(filter(None, (_as_list(schema.get(key)) for key in _COMBINERS)), [])
@@ -794,7 +816,7 @@ def _as_list(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> object:
+def resolve_reference(reference: str, root: Mapping[str, Any]) -> object:
     """Returns the part of the schema that a local reference (`#/$defs/Name`) names, or None."""
     node: object = root
     for name in reference.removeprefix("#/").split("/"):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from clover.cli_display import Pane
     from clover.cli_reply import Knobs, Question, Writer
     from clover.diffusion.policies import Policy
+    from clover.engine.lark import AnswerFormat
 
 DEFAULT_MODEL = "clover-nano"
 DEFAULT_PARENT = "clover-nano-parent"
@@ -56,7 +57,7 @@ ModelOption = Annotated[
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        help="threshold[=0..1], entropy_bound[=nats], exact[=draft passes] or autoregressive; "
+        help="threshold[=0..1], entropy_bound[=nats], exact[=0..1] or autoregressive; "
         "default: threshold=0.9, of a parent autoregressive."
     ),
 ]
@@ -148,6 +149,16 @@ def generate(
     system: SystemOption = None,
     tools: ToolsOption = None,
     device: DeviceOption = "auto",
+    json_schema: Annotated[
+        Path | None, typer.Option(help="JSON file: a schema that the answer has to satisfy.")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="A pattern that the whole answer has to match.")
+    ] = None,
+    tool_choice: Annotated[
+        str | None,
+        typer.Option(help="auto, required or a tool's name: calls that satisfy their schemas."),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, no template.")] = False,
     examples: Annotated[
         int, typer.Option(min=0, help="Answer and check this many tasks that no training saw.")
@@ -164,6 +175,9 @@ def generate(
     if parent is not None and not compare:
         raise RequestError(f"--parent {parent} is for --compare, which is not given; leave it out")
     read_tools = _read_tools(tools)
+    answer = _read_answer_format(json_schema, regex, tool_choice, read_tools)
+    if answer is not None and examples:
+        raise RequestError("--examples bring their own answers; leave out the form of the answer")
     if prompt is None and not examples and sys.stdin.isatty():
         raise PromptError("expected a prompt as argument or on standard input, found none")
     with _loading(model):
@@ -183,6 +197,7 @@ def generate(
         questions = _read_questions(
             prompt, system, read_tools, thinking, is_raw=raw, examples=examples
         )
+        knobs = dataclasses.replace(knobs, answer=answer)
         writers = [_open_writer(model, knobs, device)]
         if compare:
             plain = dataclasses.replace(knobs, policy=None, block_size=None)
@@ -474,11 +489,7 @@ def _read_tools(path: Path | None) -> list[Mapping[str, Any]]:
 
     if path is None:
         return []
-    try:
-        tools = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise PromptError(f"--tools {path}: expected a JSON file, found: {reason}") from error
+    tools = _read_json(path, "--tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise PromptError(
             f"--tools {path}: expected a list of tool objects, as in the OpenAI API (see "
@@ -486,6 +497,41 @@ def _read_tools(path: Path | None) -> list[Mapping[str, Any]]:
         )
     ChatParser(starts_in_thinking=False, tools=tools)  # refuses a bad tool before the first pass
     return tools
+
+
+def _read_answer_format(
+    json_schema: Path | None,
+    regex: str | None,
+    tool_choice: str | None,
+    tools: Sequence[Mapping[str, Any]],
+) -> AnswerFormat | None:
+    options = {"--json-schema": json_schema, "--regex": regex, "--tool-choice": tool_choice}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise RequestError(f"expected one form of the answer, found {' and '.join(given)}")
+    if not given:
+        return None
+    from clover.engine.lark import JsonSchema, Regex, ToolCalls
+
+    if regex is not None:
+        return Regex(pattern=regex)
+    if tool_choice is not None:
+        return ToolCalls(tools=tools, choice=tool_choice)
+    assert json_schema is not None
+    schema = _read_json(json_schema, "--json-schema")
+    if not isinstance(schema, dict):
+        raise RequestError(
+            f"--json-schema {json_schema}: expected a JSON object, found {type(schema).__name__}"
+        )
+    return JsonSchema(schema=schema)
+
+
+def _read_json(path: Path, option: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PromptError(f"{option} {path}: expected a JSON file, found: {reason}") from error
 
 
 def _read_questions(

@@ -25,6 +25,8 @@ from clover.diffusion.generate import (
 )
 from clover.diffusion.policies import Autoregressive, Policy, Threshold
 from clover.diffusion.sampling import SamplingParams
+from clover.engine.grammar import GrammarCompiler
+from clover.engine.lark import AnswerFormat
 from clover.errors import GenerationError, RequestError
 
 
@@ -37,6 +39,7 @@ class Knobs:
     sampling: Mapping[str, float | int] = field(default_factory=dict)  # what was asked for
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    answer: AnswerFormat | None = None  # what it has to be; None leaves it free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,15 +80,25 @@ class Writer:
         self._knobs = knobs
         self._sampling = choose_sampling(knobs.sampling, checkpoint.generation)
 
-    def events(self, prompt_ids: Sequence[int]) -> Iterator[Event]:
+    def events(self, prompt_ids: Sequence[int], *, starts_in_thinking: bool) -> Iterator[Event]:
         """Starts a reply. A bad prompt or knob is refused here, before the first pass."""
         knobs = self._knobs
+        constraint = None
+        if knobs.answer is not None:
+            config = self.checkpoint.config
+            compiler = GrammarCompiler(
+                self.checkpoint.tokenizer,
+                vocab_size=config.vocab_size,
+                eos_token_ids=config.eos_token_ids,
+            )
+            constraint = compiler.compile(knobs.answer, starts_in_thinking=starts_in_thinking)
         request = GenerationRequest(
             prompt_ids=prompt_ids,
             max_tokens=knobs.max_tokens,
             sampling=self._sampling,
             policy=self.policy,
             stop=knobs.stop,
+            constraint=constraint,
         )
         return generate(
             self.checkpoint.model,
@@ -130,7 +143,9 @@ class Reply:
         self.pane = Pane(title=writer.title, starts_in_thinking=is_thinking)
         self._writer = writer
         self._decoder = checkpoint.tokenizer.stream()
-        self._events = writer.events(checkpoint.tokenizer.encode(prompt))
+        self._events = writer.events(
+            checkpoint.tokenizer.encode(prompt), starts_in_thinking=is_thinking
+        )
 
     @property
     def text(self) -> str:

@@ -68,6 +68,11 @@ class Tokenizer:
         """The id of `<|mask|>`. None in Qwen's tokenizers, where the model's config names a row."""
         return self.token_id(MASK_TOKEN)
 
+    @property
+    def added_token_ids(self) -> frozenset[int]:
+        """The tokens beside the byte-level vocabulary: `<|im_end|>`, `<think>`, the tool tags."""
+        return frozenset(self._added)
+
     def token_id(self, text: str) -> int | None:
         """Returns the id of the single token written `text`, None if there is none."""
         return self._file.token_to_id(text)
@@ -97,6 +102,10 @@ class Tokenizer:
         """Returns the bytes that the ids stand for."""
         hidden = self._special_ids if skip_special else frozenset[int]()
         return b"".join(self._token_bytes(token_id) for token_id in ids if token_id not in hidden)
+
+    def vocabulary(self) -> list[bytes]:
+        """Returns the bytes of every id, in the order of the ids."""
+        return [self._token_bytes(token_id) for token_id in range(len(self))]
 
     def stream(self, *, skip_special: bool = False) -> IncrementalDecoder:
         """Returns a decoder for one text whose ids arrive in chunks."""

@@ -108,7 +108,7 @@ def clover_training(out: Path) -> TrainConfig:
         decay_fraction=0.5,
         block_sizes=(8, 16, 32, 32),
         block_skip_probability=0.25,
-        canvases_per_block=2,
+        canvas_length=256,
         prefix_probability=0.6,
         min_noise_level=0.1,
         precision="fp32",

@@ -78,7 +78,7 @@ def make_tiny_config(
     return ModelConfig(**(fields | changes))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_config() -> Callable[..., ModelConfig]:
     """The factory `make_tiny_config`: tiny_config("moe" | "dense", diffusion=True, **changes)."""
     return make_tiny_config

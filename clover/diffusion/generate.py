@@ -2,12 +2,17 @@
 
 Every pass commits what is final, previews what is open and keeps what the policy says. A row never
 waits for another: it commits its block in the very pass that previews its next one.
+
+The canvas of a constrained row fills from the left, as a constraint can judge a token only where
+all before it is known: forced tokens go in unasked, the first open position is drawn from what the
+constraint allows, and what the policy keeps further right stays while the constraint validates it.
+The rest goes back to mask.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import UnionType
 
 import torch
@@ -176,36 +181,44 @@ class _Decoder:
             ]
             if self.rows:
                 self._prefill()
+                for row in self.rows:
+                    yield from row.begin()
+                self._drop_finished()
                 yield from loop()
 
     def _fill_blocks(self) -> Iterator[Event]:
         """`threshold` and `entropy_bound`."""
         while self.rows:
-            logits = self._commit_and_preview()
-            prediction = self._predict(logits, [row.canvas for row in self.rows])
+            prediction = self._predict_canvases(self._commit_and_preview())
             for i, row in enumerate(self.rows):
                 yield self._place(row, prediction, i)
-                yield from row.close_block()
+                yield from row.close_blocks()
             self._drop_finished()
 
     def _draft_and_verify(self) -> Iterator[Event]:
-        """`exact`. A block is the pending token, which is known, and a canvas behind it."""
+        """`exact`. Each pass verifies the draft and previews the block behind it: the next draft.
+
+        A row's block is the pending token, which is known, and its draft. A pass without a draft is
+        an autoregressive step. If all of a draft is accepted, the preview saw the true text and the
+        next draft is read from it; else it is lost, and the next pass drafts only what is forced.
+        """
         while self.rows:
-            yield from self._draft()
-            for row, tokens in zip(self.rows, self._verify(), strict=True):
-                row.pending = tokens[-1:]
-                row.lay_canvas()
-                yield from row.append(tokens)
+            logits, whole = yield from self._verify()
+            prediction = self._predict_canvases(logits)
+            for i, row in enumerate(self.rows):
+                if whole[i] and not row.is_finished:
+                    update = self._place(row, prediction, i)
+                    if update.kept:
+                        yield update
             self._drop_finished()
 
     def _write_one_by_one(self) -> Iterator[Event]:
-        """`autoregressive`."""
+        """`autoregressive`. What a constraint forces is committed with the token before it."""
         while self.rows:
             self._commit()
-            prediction = self._predict(self._stack_next_logits(), [[None] for _ in self.rows])
-            for row, tokens in zip(self.rows, prediction.tokens.tolist(), strict=True):
-                row.pending = tokens
-                yield from row.append(tokens)
+            prediction = self._predict_canvases(self._next_logits())
+            for row, (token_id,) in zip(self.rows, prediction.tokens.tolist(), strict=True):
+                yield from row.write(token_id)
             self._drop_finished()
 
     def _prefill(self) -> None:
@@ -239,7 +252,7 @@ class _Decoder:
             row.previews += 1
             row.passes += 1
         if self._diffusion.shift_logits:
-            return torch.cat([self._stack_next_logits(), logits[:, :-1]], dim=1)
+            return torch.cat([self._next_logits(), logits[:, :-1]], dim=1)
         return logits
 
     def _take_commit(self, logits: Tensor) -> None:
@@ -250,38 +263,54 @@ class _Decoder:
                 row.pending = []
                 row.commits += 1
 
-    def _stack_next_logits(self) -> Tensor:
+    def _next_logits(self) -> Tensor:
         """Returns the AR logits of the first position that is not final, [B, 1, V]."""
         return torch.stack([self.next_logits[row.index] for row in self.rows])[:, None]
 
-    def _draft(self) -> Iterator[CanvasUpdated]:
-        """Fills every canvas by previews."""
-        while any(None in row.canvas for row in self.rows):
-            blocks = [[*row.pending, *row.canvas] for row in self.rows]
-            logits = self.model.preview(self.cache, self._canvas_ids(blocks))
-            logits = logits[:, :-1] if self._diffusion.shift_logits else logits[:, 1:]
-            prediction = self._predict(logits, [row.canvas for row in self.rows])
-            for i, row in enumerate(self.rows):
-                if None in row.canvas:
-                    row.num_drafts += 1
-                    row.previews += 1
-                    row.passes += 1
-                    yield self._place(row, prediction, i)
+    def _verify(self) -> Generator[Event, None, tuple[Tensor, list[bool]]]:
+        """Commits of each draft what the AR sampler agrees with, and one token more.
 
-    def _verify(self) -> list[list[int]]:
-        """Commits what the AR sampler agrees with; returns each row's new tokens, at least one."""
-        blocks = [[*row.pending, *row.canvas] for row in self.rows]
-        logits, transaction = self.model.verify(self.cache, self._canvas_ids(blocks))
-        targets = self._predict(logits, [[*row.canvas, None] for row in self.rows]).tokens.tolist()
-        new_tokens = [row.agreed(target) for row, target in zip(self.rows, targets, strict=True)]
-        for row in self.rows:
+        Returns the logits [B, n - 1, V] that predict what follows the last new token, and for which
+        rows they are good: those whose whole draft was accepted.
+        """
+        drafts = [row.draft() for row in self.rows]
+        blocks = [[*row.pending, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
+        input_ids, lengths = self._pad(blocks)
+        canvas = self._canvas_ids([[None] * self.block_size for _ in self.rows])
+        if self.fused:
+            logits, previewed, transaction = self.model.verify_and_preview(
+                self.cache, input_ids, canvas, lengths
+            )
+        else:
+            logits, transaction = self.model.verify(self.cache, input_ids, lengths)
+        masks = [row.masks_of_draft() for row in self.rows]
+        targets = self._predict(logits, drafts, masks).tokens.tolist()
+        whole, counts = [], []
+        for row, draft, target in zip(self.rows, drafts, targets, strict=True):
             row.commits += 1
-            row.passes += 1
-        transaction.commit([len(tokens) for tokens in new_tokens])  # the pending token, the agreed
-        return new_tokens
+            row.previews += 1
+            row.passes += 1 if self.fused else 2
+            num_new, events = row.verify(target)
+            yield from events
+            whole.append(num_new > len(draft))
+            counts.append(num_new)  # the pending token and what was agreed on
+        transaction.commit(counts)
+        if not self.fused:
+            previewed = self.model.preview(self.cache, canvas)
+        return previewed[:, :-1] if self._diffusion.shift_logits else previewed[:, 1:], whole
 
-    def _predict(self, logits: Tensor, canvases: Sequence[Sequence[int | None]]) -> Prediction:
-        return predict_rows(self.rows, logits, canvases, self.forbidden_ids)
+    def _predict_canvases(self, logits: Tensor) -> Prediction:
+        """Returns what logits [B, n, V] say about every canvas."""
+        masks = [row.masks_of_next() for row in self.rows]
+        return self._predict(logits, [row.canvas for row in self.rows], masks)
+
+    def _predict(
+        self,
+        logits: Tensor,
+        canvases: Sequence[Sequence[int | None]],
+        masks: Sequence[Sequence[tuple[int, Tensor]]],
+    ) -> Prediction:
+        return predict_rows(self.rows, logits, canvases, masks, self.forbidden_ids)
 
     def _place(self, row: Row, prediction: Prediction, i: int) -> CanvasUpdated:
         """Puts what the policy keeps of the prediction's row `i` on the canvas."""
@@ -291,8 +320,9 @@ class _Decoder:
             policy,
             confidence=prediction.confidence[i],
             entropy=prediction.entropy[i],
-            is_open=torch.tensor(row.open_positions(), device=prediction.confidence.device),
-            num_passes=row.num_drafts,
+            is_open=torch.tensor(
+                row.open_positions(), dtype=torch.bool, device=prediction.confidence.device
+            ),
         )
         return row.place(prediction.tokens[i].tolist(), keep.tolist())
 

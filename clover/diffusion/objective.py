@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,11 @@ def own_weight(weight: Tensor) -> Tensor:
 class ObjectiveConfig:
     """Weights of the parts of the loss. The diffusion part has weight 1.
 
+    `distillation_weight` is that of the divergence of the canvas from `teacher`: "self" is the
+    model's own clean stream, "parent" a frozen autoregressive model, both on the clean tokens.
+    `clean_distillation_weight` is that of the clean stream's divergence from the parent, which keeps
+    what the commit path knows.
+
     `balance_weight` is that of `load_balancing_loss`, for both objectives. Relative to a masked
     token, `edit_weight` is the weight of a wrong token that was put on the canvas, `kept_weight` that
     of a visible one that is right: a model that is only ever asked to repair learns to change all.
@@ -44,6 +50,8 @@ class ObjectiveConfig:
     ar_weight: float = 0.5
     confidence_weight: float = 0.0
     distillation_weight: float = 0.0
+    clean_distillation_weight: float = 0.0
+    teacher: Literal["self", "parent"] = "self"
     balance_weight: float = 0.0
     edit_weight: float = 1.0
     kept_weight: float = 0.0
@@ -55,17 +63,34 @@ class ObjectiveConfig:
             value = getattr(self, name)
             if not value >= 0.0:
                 raise ConfigError(f"{name} must be at least 0, found {value}")
+        if self.clean_distillation_weight > 0 and self.teacher != "parent":
+            raise ConfigError(
+                "clean_distillation_weight must be 0 unless teacher is 'parent': a clean stream has "
+                "nothing to learn from itself"
+            )
+
+    @property
+    def needs_parent(self) -> bool:
+        """Whether a part of the loss looks at the parent's distributions."""
+        is_distilled = self.distillation_weight > 0 or self.clean_distillation_weight > 0
+        return self.teacher == "parent" and is_distilled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """The loss and its parts before weighting; parts that were not computed are None."""
+    """The loss and its parts before weighting; parts that were not computed are None.
+
+    `on_policy` is the distillation loss on replies that the model wrote itself: a step on these has
+    no labels, so neither an AR nor a diffusion part.
+    """
 
     total: Tensor
-    ar: Tensor
+    ar: Tensor | None = None
     diffusion: Tensor | None = None
     confidence: Tensor | None = None
     distillation: Tensor | None = None
+    clean_distillation: Tensor | None = None
+    on_policy: Tensor | None = None
     balance: Tensor | None = None
 
 
@@ -82,13 +107,23 @@ def weighted_cross_entropy(
         weights: [...], at least 0. Positions of weight 0 are not computed.
         weight_mean: Sees the sum of the weights, in every process.
     """
+
+    def losses(used: Tensor) -> Tensor:
+        return F.cross_entropy(logits[used].float(), targets[used], reduction="none")
+
+    return _weighted_mean(losses, logits, weights, weight_mean)
+
+
+def _weighted_mean(
+    losses: Callable[[Tensor], Tensor], logits: Tensor, weights: Tensor, weight_mean: WeightMean
+) -> Tensor:
+    """Returns the weighted mean of `losses(used)` [M], the losses of positions of weight above 0."""
     used = weights > 0
     chosen = weights[used].float()  # [M]
     total = weight_mean(chosen.sum())
     if not bool(used.any()):
         return logits.sum() * 0.0
-    losses = F.cross_entropy(logits[used].float(), targets[used], reduction="none")  # [M]
-    return (losses * chosen).sum() / total
+    return (losses(used) * chosen).sum() / total
 
 
 def ar_weights(document_ids: Tensor, is_response: Tensor, prompt_weight: float) -> Tensor:
@@ -147,26 +182,44 @@ def confidence_loss(
     return -(log_probs.exp() * log_probs).sum() / total
 
 
+def weighted_divergence(
+    logits: Tensor, teacher_logits: Tensor, weights: Tensor, weight_mean: WeightMean = own_weight
+) -> Tensor:
+    """Returns the weighted mean of KL(teacher || student), 0 if all weights are 0.
+
+    Args:
+        logits: The student's, [..., V].
+        teacher_logits: [..., V], detached here.
+        weights: [...], at least 0. Positions of weight 0 are not computed.
+        weight_mean: Sees the sum of the weights, in every process.
+    """
+
+    def divergences(used: Tensor) -> Tensor:
+        teacher = teacher_logits.detach()[used].float().log_softmax(dim=-1)
+        student = logits[used].float().log_softmax(dim=-1)
+        return F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=-1)
+
+    return _weighted_mean(divergences, logits, weights, weight_mean)
+
+
 def distillation_loss(
     aligned_logits: Tensor,
-    clean_logits: Tensor,
+    teacher_logits: Tensor,
     block_starts: Tensor,
     masked: Tensor,
     weight_mean: WeightMean = own_weight,
 ) -> Tensor:
-    """Returns the mean KL(clean stream || canvas) over masked positions.
+    """Returns the mean KL(teacher || canvas) over masked positions, 0 if nothing is masked.
 
-    The clean stream has read the true tokens left of a position: it teaches how sure one may be of
-    it from the left alone. It is detached. 0 if nothing is masked.
+    The teacher, causal logits [B, T, V] over the clean tokens, has read everything left of a
+    position; some of that is still masked for the canvas. What minimises this direction is the mean
+    of the teacher's distributions over what the masks may hide: a probability on which a threshold
+    can rely. The reverse direction would have the canvas choose one possibility and be sure of it.
     """
-    total = weight_mean(masked.sum().float())
-    if not bool(masked.any()):
-        return aligned_logits.sum() * 0.0
     offsets = torch.arange(masked.shape[-1], device=masked.device)
-    index = (block_starts.unsqueeze(-1) + offsets - 1).clamp(0, clean_logits.shape[1] - 1)
-    teacher = gather_rows(clean_logits.detach(), index)[masked].float().log_softmax(dim=-1)
-    student = aligned_logits[masked].float().log_softmax(dim=-1)
-    return F.kl_div(student, teacher, reduction="sum", log_target=True) / total
+    index = (block_starts.unsqueeze(-1) + offsets - 1).clamp(0, teacher_logits.shape[1] - 1)
+    teacher = gather_rows(teacher_logits, index)  # [B, N, n, V]
+    return weighted_divergence(aligned_logits, teacher, masked.float(), weight_mean)
 
 
 def load_balancing_loss(
@@ -227,6 +280,7 @@ def two_stream_loss(
     is_token: Tensor,
     noised: NoisedBlocks,
     config: ObjectiveConfig,
+    parent_logits: Tensor | None = None,
     weight_mean: WeightMean = own_weight,
 ) -> Losses:
     """Returns the canvas's loss, masks and edits in one mean, plus the weighted other parts.
@@ -241,6 +295,7 @@ def two_stream_loss(
         is_token: False right of the document's end, [B, N, n].
         noised: What became of them.
         config: Weights.
+        parent_logits: The parent's causal logits over `input_ids`, [B, T, V]; where it teaches.
         weight_mean: For a batch that several processes share.
     """
     aligned = align_canvas_logits(
@@ -251,17 +306,73 @@ def two_stream_loss(
     diffusion = weighted_cross_entropy(aligned, targets, weights, weight_mean)
     ar = ar_loss(clean_logits, input_ids, clean_weights, weight_mean)
     total = diffusion + config.ar_weight * ar
-    confidence = distillation = None
+    confidence = distillation = clean_distillation = None
     if config.confidence_weight > 0:
         confidence = confidence_loss(aligned, targets, masked, weight_mean)
         total = total + config.confidence_weight * confidence
     if config.distillation_weight > 0:
-        distillation = distillation_loss(aligned, clean_logits, block_starts, masked, weight_mean)
+        teacher = _teacher_logits(clean_logits, parent_logits, config)
+        distillation = distillation_loss(aligned, teacher, block_starts, masked, weight_mean)
         total = total + config.distillation_weight * distillation
+    if config.clean_distillation_weight > 0:
+        teacher = _teacher_logits(clean_logits, parent_logits, config)
+        clean_distillation = weighted_divergence(clean_logits, teacher, clean_weights, weight_mean)
+        total = total + config.clean_distillation_weight * clean_distillation
     return Losses(
         total=total,
         ar=ar,
         diffusion=diffusion,
         confidence=confidence,
         distillation=distillation,
+        clean_distillation=clean_distillation,
     )
+
+
+def on_policy_loss(
+    clean_logits: Tensor,
+    canvas_logits: Tensor,
+    *,
+    clean_weights: Tensor,
+    block_starts: Tensor,
+    masked: Tensor,
+    config: ObjectiveConfig,
+    parent_logits: Tensor | None = None,
+    weight_mean: WeightMean = own_weight,
+) -> Losses:
+    """Returns the distillation losses of a step on replies that the model wrote itself.
+
+    Nobody knows whether such a reply is right, so its tokens are never targets: the teacher's
+    distributions after them are.
+    Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, with the
+    forward divergence.
+
+    Args:
+        clean_logits: [B, T, V].
+        canvas_logits: [B, N, n, V], as the model gives them.
+        clean_weights: From `ar_weights`, [B, T].
+        block_starts: [B, N], -1 for an unused slot.
+        masked: Positions of the reply that a canvas masks, bool [B, N, n].
+        config: Weights.
+        parent_logits: As for `two_stream_loss`.
+        weight_mean: For a batch that several processes share.
+    """
+    aligned = align_canvas_logits(
+        clean_logits, canvas_logits, block_starts, shift_logits=config.shift_logits
+    )
+    teacher = _teacher_logits(clean_logits, parent_logits, config)
+    on_policy = distillation_loss(aligned, teacher, block_starts, masked, weight_mean)
+    total = config.distillation_weight * on_policy
+    clean_distillation = None
+    if config.clean_distillation_weight > 0:
+        clean_distillation = weighted_divergence(clean_logits, teacher, clean_weights, weight_mean)
+        total = total + config.clean_distillation_weight * clean_distillation
+    return Losses(total=total, on_policy=on_policy, clean_distillation=clean_distillation)
+
+
+def _teacher_logits(
+    clean_logits: Tensor, parent_logits: Tensor | None, config: ObjectiveConfig
+) -> Tensor:
+    if config.teacher == "self":
+        return clean_logits
+    assert parent_logits is not None, "a run without the parent that it needs does not start"
+    return parent_logits

@@ -45,20 +45,17 @@ class EntropyBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exact:
-    """Drafts by previews, then keeps what the autoregressive sampler would have drawn.
+    """Drafts by a preview, then keeps what the autoregressive sampler would have drawn.
 
     Attributes:
-        draft_passes: Previews per block. The last one fills whatever is left.
-        threshold: What the previews before the last keep.
+        threshold: A draft ends before the first prediction that is less confident. The text does not
+            depend on it, the number of passes does: a draft too long is cut where it errs, and the
+            preview behind it is lost.
     """
 
-    draft_passes: int = 1
-    threshold: float = 0.9
+    threshold: float = 0.6
 
     def __post_init__(self) -> None:
-        passes = self.draft_passes
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-            raise RequestError(f"draft_passes is {passes!r}; allowed: an integer >= 1")
         _check_probability("threshold", self.threshold)
 
 
@@ -82,25 +79,24 @@ def choose_positions(
     confidence: Tensor,
     entropy: Tensor,
     is_open: Tensor,
-    num_passes: int = 1,
 ) -> Tensor:
-    """Returns which open positions to fill now, bool [..., n]; at least one where any is open.
+    """Returns which open positions to fill now, bool [..., n].
+
+    At least one where any is open, but for `exact`, whose drafts may be empty.
 
     Args:
         policy: What decides.
         confidence: [..., n], in 0..1.
         entropy: [..., n], in nats.
         is_open: bool [..., n], positions that may be filled.
-        num_passes: Previews of this block so far, the present one included.
     """
     match policy:
         case Threshold(threshold=threshold):
             return keep_confident(confidence, is_open, threshold)
         case EntropyBound(bound=bound):
             return keep_low_entropy(entropy, is_open, bound)
-        case Exact(draft_passes=draft_passes, threshold=threshold):
-            is_last = num_passes >= draft_passes
-            return is_open if is_last else keep_confident(confidence, is_open, threshold)
+        case Exact(threshold=threshold):
+            return ((confidence >= threshold) & is_open).cumprod(-1).bool()
 
 
 def keep_confident(confidence: Tensor, is_open: Tensor, threshold: float) -> Tensor:
@@ -136,8 +132,8 @@ def keep_low_entropy(entropy: Tensor, is_open: Tensor, bound: float) -> Tensor:
 def parse_policy(text: str) -> Policy:
     """Returns the policy that `NAME` or `NAME=VALUE` describes.
 
-    `threshold=0.9`, `entropy_bound=0.1` (nats), `exact=1` (draft passes), `autoregressive`; a value
-    left out is the policy's default.
+    `threshold=0.9`, `entropy_bound=0.1` (nats), `exact=0.6` (drafts' least confidence),
+    `autoregressive`; a value left out is the policy's default.
 
     Raises:
         RequestError: An unknown name, a value that is not a number, or one out of range.
@@ -150,7 +146,7 @@ def parse_policy(text: str) -> Policy:
             case "entropy_bound", True:
                 return EntropyBound(bound=float(value))
             case "exact", True:
-                return Exact(draft_passes=int(value))
+                return Exact(threshold=float(value))
             case "threshold", False:
                 return Threshold()
             case "entropy_bound", False:
@@ -162,8 +158,8 @@ def parse_policy(text: str) -> Policy:
     except RequestError:
         raise
     except ValueError:
-        pass  # not a number, or not a whole one: the sentence below says what would be
+        pass  # not a number: the sentence below says what would be
     raise RequestError(
         f"policy is {text!r}; allowed: threshold[=0..1], entropy_bound[=nats], "
-        "exact[=draft passes, a whole number], autoregressive"
+        "exact[=0..1], autoregressive"
     )

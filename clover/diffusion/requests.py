@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from clover.diffusion.constraint import ConstraintFactory
 from clover.diffusion.policies import Policy, Threshold
 from clover.diffusion.sampling import SamplingParams
 from clover.errors import RequestError
@@ -27,6 +28,8 @@ class GenerationRequest:
         stop: Strings that end the text; needs `decode`.
         ignore_eos: Treats EOS as an ordinary token.
         draw: Which of several samples with the same seed this is.
+        constraint: What the text has to be; None leaves it free. A text that is not cut by a limit
+            or a stop string is valid.
     """
 
     prompt_ids: Sequence[int]
@@ -36,6 +39,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     draw: int = 0
+    constraint: ConstraintFactory | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -44,6 +48,10 @@ class GenerationRequest:
             raise RequestError(f"stop is {self.stop!r}; allowed: a tuple of non-empty strings")
         if not 0 <= self.draw < 2**63:
             raise RequestError(f"draw is {self.draw}; allowed: 0 to 2**63 - 1")
+        if self.constraint is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos is true beside a constraint, whose text ends with EOS; leave one out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +61,8 @@ class GenerationStats:
     The prompt without its last token is prefilled, and not counted. From there on `passes` counts
     every forward that served this row; one that commits a block and previews the next is one pass,
     and so is a verification, which counts as a commit. The last tokens of a text are never
-    committed, as nothing follows them. An autoregressive answer of n tokens takes n passes.
+    committed, as nothing follows them. An autoregressive answer of n tokens takes n passes, less one
+    for each token that a constraint forces.
 
     Attributes:
         tokens: Tokens produced, EOS included.
@@ -73,8 +82,11 @@ class GenerationStats:
 
     @property
     def tpf(self) -> float:
-        """Tokens per forward pass: exactly 1.0 for `autoregressive`, 0 before the first pass."""
-        return self.tokens / self.passes if self.passes else 0.0
+        """Tokens per forward pass: exactly 1.0 for `autoregressive` without a constraint.
+
+        A text that its constraint forces from end to end takes no pass, and counts as one.
+        """
+        return self.tokens / max(self.passes, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """One request under way, and what every decoder does with it between two passes.
 
-Host-side and without the model: the plain loop and the engine lay out passes in their own ways, and
-share what makes the text. B rows, n positions, V vocabulary entries.
+On the host and without the model: the plain loop and the engine lay out passes in their own ways,
+and share what makes the text. B rows, n positions, V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from clover.config import ModelConfig
+from clover.diffusion.constraint import Constraint
 from clover.diffusion.policies import Autoregressive, Exact
 from clover.diffusion.requests import (
     BlockCommitted,
@@ -36,7 +37,7 @@ from clover.diffusion.sampling import (
     count_left,
     predict,
 )
-from clover.errors import PromptError, RequestError
+from clover.errors import GenerationError, PromptError, RequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +129,23 @@ def check_request(request: GenerationRequest, rules: Rules, where: str = "") -> 
             f"{where}policy {request.policy} needs a diffusion model, found an "
             "autoregressive parent; ask for `autoregressive` or convert the model"
         )
+    _check_constraint(request, rules, where)
+
+
+def _check_constraint(request: GenerationRequest, rules: Rules, where: str) -> None:
+    constraint = request.constraint
+    if constraint is None:
+        return
+    if constraint.vocab_size != rules.config.vocab_size:
+        raise RequestError(
+            f"{where}the constraint is made for a vocabulary of {constraint.vocab_size}, the model "
+            f"has {rules.config.vocab_size}; compile it for this model"
+        )
+    if constraint.eos_token_ids != rules.eos:
+        raise RequestError(
+            f"{where}the constraint ends with one of {sorted(constraint.eos_token_ids)}, this loop "
+            f"with one of {sorted(rules.eos)}; give both the same EOS"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +169,9 @@ class Row:
     params: SamplingParams  # the request's, the seed resolved
     eos: frozenset[int]  # empty where the request ignores EOS
     pending: list[int]  # final tokens that the cache lacks; at first the last of the prompt
+    constraint: Constraint | None  # has taken the output and the resolved prefix of the canvas
     output: list[int] = field(default_factory=list)  # final tokens
     canvas: list[int | None] = field(default_factory=list)  # None: open
-    num_drafts: int = 0  # previews of the present block
     previews: int = 0
     commits: int = 0
     passes: int = 0
@@ -170,93 +188,119 @@ class Row:
         prefix = itertools.takewhile(lambda token_id: token_id is not None, self.canvas)
         return [token_id for token_id in prefix if token_id is not None]
 
-    def open_positions(self) -> list[bool]:
-        """Returns where a token may be placed: not right of a resolved EOS, which ends the text.
+    def is_resolved(self) -> bool:
+        """Returns whether nothing can be placed before more tokens are final."""
+        return not any(self.open_positions())
 
-        A draft has no EOS yet: whatever it holds is checked from the left.
-        """
-        is_draft = isinstance(self.request.policy, Exact)
+    def draft(self) -> list[int]:
+        """Returns the canvas up to its first open position or EOS: behind one nothing is needed."""
+        prefix = self.resolved_prefix()
+        ends = (count for count, token_id in enumerate(prefix, 1) if token_id in self.eos)
+        return prefix[: next(ends, None)]
+
+    def open_positions(self) -> list[bool]:
+        """Returns where a token may be placed: not right of a resolved EOS, which ends the text."""
         has_eos = itertools.accumulate(
-            (token_id in self.eos and not is_draft for token_id in self.canvas), operator.or_
+            (token_id in self.eos for token_id in self.canvas), operator.or_
         )
         return [
             token_id is None and not is_behind
             for token_id, is_behind in zip(self.canvas, has_eos, strict=True)
         ]
 
-    def lay_canvas(self) -> None:
-        """Starts the next block: masks alone; in `exact` the pending token is its first."""
+    def begin(self) -> list[Event]:
+        """Lays out the first canvas; what a constraint forces may be final before the first pass."""
         match self.request.policy:
             case Autoregressive():
-                self.canvas = []
+                self.canvas = [None]
+                forced = self._take_forced()
+                self.pending += forced
+                return self._append(forced)
             case Exact():
-                self.canvas = [None] * (self.block_size - 1)
+                self._lay_canvas(self.block_size - 1)
+                return []
             case _:
-                self.canvas = [None] * self.block_size
-        self.num_drafts = 0
+                self._lay_canvas(self.block_size)
+                return self.close_blocks()
 
-    def place(self, tokens: Sequence[int], keep: Sequence[bool]) -> CanvasUpdated:
-        """Puts the predicted tokens that are to be kept on the canvas."""
-        kept = tuple(itertools.compress(range(len(self.canvas)), keep))
-        for position in kept:
-            self.canvas[position] = tokens[position]
-        canvas = mask_open(self.canvas, self.rules.config)
-        return CanvasUpdated(row=self.index, canvas=tuple(canvas), kept=kept)
-
-    def close_block(self) -> list[Event]:
-        """Makes a canvas final that is full or holds the end of the text, and starts the next."""
-        prefix = self.resolved_prefix()
-        if len(prefix) < self.block_size and not self.find_end(prefix):
-            return []
-        self.pending = prefix
-        self.lay_canvas()
-        return self.append(prefix)
-
-    def agreed(self, targets: Sequence[int]) -> list[int]:
-        """Returns the new tokens of a verified draft, at least one.
-
-        Args:
-            targets: What the AR sampler draws at every canvas position and behind the last, with
-                the noise that `autoregressive` would use there. While it repeats the draft, it has
-                seen the same tokens to the left: its draws are those of `autoregressive`, token for
-                token. Its first other draw is the last new token.
-        """
-        pairs = zip(self.canvas, targets, strict=False)
-        num_agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return list(targets[: num_agreed + 1])
-
-    def append(self, tokens: Sequence[int]) -> list[Event]:
-        """Makes tokens final, up to the end of the text if that is among them."""
-        end = self.find_end(tokens)
-        num_before = len(self.output)
-        self.output.extend(tokens)
-        if end:
-            del self.output[end.num_tokens :]
-        final = self.output[num_before : -1 if end and end.reason == "eos" else None]
+    def close_blocks(self) -> list[Event]:
+        """Makes a full canvas final and lays out the next, which may be full of forced tokens."""
         events: list[Event] = []
-        if final:
-            events.append(BlockCommitted(row=self.index, token_ids=tuple(final)))
-        if end:
-            events.append(self.finish(end))
+        while not self.is_finished:
+            prefix = self.resolved_prefix()
+            if len(prefix) < self.block_size and not self._find_end(prefix):
+                break
+            self.pending += prefix
+            self._lay_canvas(self.block_size)
+            events += self._append(prefix)
         return events
 
-    def find_end(self, tokens: Sequence[int]) -> End | None:
-        """Returns the first end of the text in `tokens`, which follow the output, else None."""
-        has_stop = bool(self.request.stop) and bool(tokens)
-        produced = [*self.output, *tokens] if has_stop else []
-        may_stop = has_stop and self._cut_at_stop(produced) is not None
-        num_before, num_prompt = len(self.output), len(self.request.prompt_ids)
-        for i, token_id in enumerate(tokens):
-            count = num_before + i + 1
-            if token_id in self.eos:
-                return End(num_tokens=count, reason="eos", text=self._text(tokens[:i]))
-            if may_stop and (text := self._cut_at_stop(produced[:count])) is not None:
-                return End(num_tokens=count, reason="stop", text=text)
-            if count == self.request.max_tokens:
-                return End(num_tokens=count, reason="length", text=self._text(tokens[: i + 1]))
-            if num_prompt + count == self.rules.context:
-                return End(num_tokens=count, reason="context", text=self._text(tokens[: i + 1]))
-        return None
+    def verify(self, targets: Sequence[int]) -> tuple[int, list[Event]]:
+        """Makes final what the AR sampler repeats of the draft and its next token; lays out a canvas.
+
+        Args:
+            targets: What the AR sampler draws at each position of the draft and behind it, with the
+                noise that `autoregressive` would use there. While it repeats the draft, it has seen
+                the same tokens to the left: its draws are those of `autoregressive`, token for
+                token. Its first other draw is the last new token.
+
+        Returns:
+            How many tokens are new, at least one, and the events.
+        """
+        pairs = zip(self.draft(), targets, strict=False)
+        num_agreed = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        new_tokens = list(targets[: num_agreed + 1])
+        self.pending = new_tokens[-1:]
+        events = self._append(new_tokens)
+        if self.constraint and not self.is_finished:
+            self.constraint.commit(new_tokens)
+        self._lay_canvas(self.block_size - 1)
+        return len(new_tokens), events
+
+    def write(self, token_id: int) -> list[Event]:
+        """Makes the token that `autoregressive` drew final, and what is forced behind it."""
+        if self.constraint:
+            self.constraint.commit([token_id])
+        self.pending = [token_id, *self._take_forced()]
+        return self._append(self.pending)
+
+    def place(self, tokens: Sequence[int], keep: Sequence[bool]) -> CanvasUpdated:
+        """Puts what the policy keeps of the predicted tokens on the canvas."""
+        kept = list(itertools.compress(range(len(self.canvas)), keep))
+        if self.constraint:
+            kept = self._place_valid(self.constraint, tokens, kept)
+        else:
+            for position in kept:
+                self.canvas[position] = tokens[position]
+        canvas = mask_open(self.canvas, self.rules.config)
+        return CanvasUpdated(row=self.index, canvas=tuple(canvas), kept=tuple(kept))
+
+    def masks_of_next(self) -> list[tuple[int, Tensor]]:
+        """Returns what the constraint leaves at the first open position: its index and bool [V].
+
+        Further right everything is allowed, and validated before it is placed.
+        """
+        if self.constraint is None or self.is_resolved():
+            return []
+        return [(len(self.resolved_prefix()), self.constraint.allowed())]
+
+    def masks_of_draft(self) -> list[tuple[int, Tensor]]:
+        """Returns what the constraint leaves at each position of the draft and behind it.
+
+        It goes back to the end of the output.
+        """
+        if self.constraint is None:
+            return []
+        masks = []
+        draft = self.resolved_prefix()
+        self.constraint.rollback(len(draft))
+        for position, token_id in enumerate([*draft, None]):
+            masks.append((position, self.constraint.allowed()))
+            if token_id is None or token_id in self.eos:
+                break
+            self.constraint.commit([token_id])
+        self.constraint.rollback(position)
+        return masks
 
     def finish(self, end: End) -> Finished:
         """Ends the row; its output is then the final one."""
@@ -283,9 +327,93 @@ class Row:
         """Ends the row with what is final, for a reason that is not in its text."""
         return self.finish(End(num_tokens=len(self.output), reason=reason, text=self._text([])))
 
+    def _lay_canvas(self, num_positions: int) -> None:
+        """Starts a canvas that is empty but for what the constraint forces."""
+        self.canvas = [None] * num_positions
+        self._place_forced()
+
+    def _place_forced(self) -> list[int]:
+        """Fills the canvas, from its first open position, with what the constraint forces.
+
+        Returns the positions that were filled.
+        """
+        start = len(self.resolved_prefix())
+        tokens = self._take_forced(len(self.canvas) - start)
+        self.canvas[start : start + len(tokens)] = tokens
+        return list(range(start, start + len(tokens)))
+
+    def _take_forced(self, limit: int | None = None) -> list[int]:
+        """Returns the tokens that the constraint forces next, at most `limit`; it has them then."""
+        tokens: list[int] = []
+        while self.constraint and len(tokens) != limit and (forced := self.constraint.forced()):
+            forced = forced[: None if limit is None else limit - len(tokens)]
+            self.constraint.commit(forced)
+            tokens += forced
+        return tokens
+
+    def _place_valid(
+        self, constraint: Constraint, tokens: Sequence[int], kept: Sequence[int]
+    ) -> list[int]:
+        """Puts on the canvas, from its first open position, what is kept and what is forced.
+
+        The first open position was drawn from what is allowed. It is filled whether the policy kept
+        it or not, as something has to be; only drafts of `exact` may stay empty. Returns the
+        positions that were filled.
+        """
+        position = len(self.resolved_prefix())
+        is_kept = set(kept)
+        if not isinstance(self.request.policy, Exact):
+            is_kept.add(position)
+        placed: list[int] = []
+        while position in is_kept and (not placed or constraint.validate([tokens[position]])):
+            self.canvas[position] = tokens[position]
+            constraint.commit([tokens[position]])
+            placed += [position, *self._place_forced()]
+            position = placed[-1] + 1
+        return placed
+
+    def _append(self, tokens: Sequence[int]) -> list[Event]:
+        """Makes tokens final, up to the end of the text if that is among them."""
+        forbidden = self.rules.forbidden
+        if self.constraint and not forbidden.isdisjoint(tokens):  # forced: it was not drawn
+            raise GenerationError(
+                f"expected a grammar that forces no forbidden id, found "
+                f"{sorted(forbidden.intersection(tokens))}; allow them or change the grammar"
+            )
+        end = self._find_end(tokens)
+        num_before = len(self.output)
+        self.output.extend(tokens)
+        if end:
+            del self.output[end.num_tokens :]
+        final = self.output[num_before : -1 if end and end.reason == "eos" else None]
+        events: list[Event] = []
+        if final:
+            events.append(BlockCommitted(row=self.index, token_ids=tuple(final)))
+        if end:
+            events.append(self.finish(end))
+        return events
+
+    def _find_end(self, tokens: Sequence[int]) -> End | None:
+        """Returns the first end of the text in `tokens`, which follow the output, else None."""
+        may_stop = self._cut_at_stop(tokens) is not None
+        num_before, num_prompt = len(self.output), len(self.request.prompt_ids)
+        for count, token_id in enumerate(tokens, 1):
+            head, num_tokens = tokens[:count], num_before + count
+            if token_id in self.eos:
+                return End(num_tokens=num_tokens, reason="eos", text=self._text(head[:-1]))
+            if may_stop and (text := self._cut_at_stop(head)) is not None:
+                return End(num_tokens=num_tokens, reason="stop", text=text)
+            if num_tokens == self.request.max_tokens:
+                return End(num_tokens=num_tokens, reason="length", text=self._text(head))
+            if num_prompt + num_tokens == self.rules.context:
+                return End(num_tokens=num_tokens, reason="context", text=self._text(head))
+        return None
+
     def _cut_at_stop(self, tokens: Sequence[int]) -> str | None:
-        """Returns the text before the first stop string, None if there is none."""
-        text = self.rules.text(tokens) or ""
+        """Returns the text of output and tokens before the first stop string, None without one."""
+        if not self.request.stop:
+            return None
+        text = self._text(tokens) or ""
         starts = [text.find(stop) for stop in self.request.stop if stop in text]
         return text[: min(starts)] if starts else None
 
@@ -299,7 +427,7 @@ def start_row(
 ) -> Row:
     """Returns a row before its first pass, its seed drawn if the request has none."""
     seed = request.sampling.seed
-    row = Row(
+    return Row(
         index=index,
         request=request,
         rules=rules,
@@ -308,9 +436,8 @@ def start_row(
         params=replace(request.sampling, seed=secrets.randbits(63) if seed is None else seed),
         eos=frozenset() if request.ignore_eos else rules.eos,
         pending=[request.prompt_ids[-1]],
+        constraint=request.constraint.start() if request.constraint else None,
     )
-    row.lay_canvas()
-    return row
 
 
 def mask_open(canvas: Sequence[int | None], config: ModelConfig) -> list[int]:
@@ -324,6 +451,7 @@ def predict_rows(
     rows: Sequence[Row],
     logits: Tensor,
     canvases: Sequence[Sequence[int | None]],
+    masks: Sequence[Sequence[tuple[int, Tensor]]],
     forbidden_ids: Tensor,
 ) -> Prediction:
     """Returns tokens, confidence and entropy for canvases that follow the rows' final tokens.
@@ -332,10 +460,11 @@ def predict_rows(
         rows: B of them.
         logits: [B, n, V], what predicts each position.
         canvases: What is known there; shorter than n where the rest is padding.
+        masks: Of each row, positions and what its constraint leaves there, bool [V].
         forbidden_ids: int64 [F], never drawn.
 
     Raises:
-        GenerationError: Logits are not finite.
+        GenerationError: Logits are not finite, or nothing is allowed somewhere.
     """
     offsets = torch.arange(logits.shape[1], device=logits.device)
     num_final = torch.tensor([row.num_final for row in rows], device=logits.device)
@@ -346,7 +475,19 @@ def predict_rows(
         forbidden_ids=forbidden_ids,
         draws=[row.request.draw for row in rows],
         counts=_count(rows, canvases, logits),
+        allowed=_join_masks(masks, logits),
     )
+
+
+def _join_masks(masks: Sequence[Sequence[tuple[int, Tensor]]], logits: Tensor) -> Tensor | None:
+    """Returns True as logits [B, n, V] but for the masks; None where no row has any."""
+    if not any(masks):
+        return None
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    for i, row_masks in enumerate(masks):
+        for position, mask in row_masks:
+            allowed[i, position] = mask.to(logits.device)
+    return allowed
 
 
 def _count(

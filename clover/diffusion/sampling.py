@@ -1,7 +1,8 @@
 """From logits to tokens: the sampling contract.
 
-Confidence and entropy are read from the raw softmax (temperature 1) once forbidden ids are removed.
-Temperature, filters, penalties, bias and seed act on the drawn token alone.
+Confidence and entropy are read from the raw softmax (temperature 1) once forbidden ids and what a
+constraint excludes are removed. Temperature, filters, penalties, bias and seed act on the drawn
+token alone.
 
 B rows, n positions, V vocabulary entries.
 """
@@ -115,6 +116,7 @@ def predict(
     forbidden_ids: Tensor,
     draws: Sequence[int] | None = None,
     counts: TokenCounts | None = None,
+    allowed: Tensor | None = None,
 ) -> Prediction:
     """Returns drawn tokens, confidence and entropy at every position of every row.
 
@@ -125,31 +127,37 @@ def predict(
         forbidden_ids: int64 [F], never drawn.
         draws: Per row, which of several samples with one seed this is; 0 when absent.
         counts: Needed when a row has penalties.
+        allowed: bool [B, n, V], what a constraint leaves of the vocabulary; all when absent.
 
     Raises:
         GenerationError: A position has NaN or infinite logits, or no allowed token.
     """
-    allowed = remove_forbidden(logits, forbidden_ids)
-    confidence, entropy = measure_certainty(allowed)
-    tokens = draw_tokens(allowed, params, positions, draws=draws, counts=counts)
+    logits = remove_forbidden(logits, forbidden_ids, allowed)
+    confidence, entropy = measure_certainty(logits)
+    tokens = draw_tokens(logits, params, positions, draws=draws, counts=counts)
     return Prediction(tokens=tokens, confidence=confidence, entropy=entropy)
 
 
-def remove_forbidden(logits: Tensor, forbidden_ids: Tensor) -> Tensor:
-    """Returns fp32 logits [B, n, V] with forbidden ids at -inf.
+def remove_forbidden(
+    logits: Tensor, forbidden_ids: Tensor, allowed: Tensor | None = None
+) -> Tensor:
+    """Returns fp32 logits [B, n, V] with forbidden ids, and those not allowed, at -inf.
 
     Raises:
         GenerationError: A position has NaN or infinite logits, or no allowed token.
     """
-    allowed = logits.float().index_fill(-1, forbidden_ids, -torch.inf)
-    broken = ~allowed.amax(-1).isfinite()  # amax carries a NaN through
+    logits = logits.float().index_fill(-1, forbidden_ids, -torch.inf)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    broken = ~logits.amax(-1).isfinite()  # amax carries a NaN through
     if broken.any():
         row, position = broken.nonzero()[0].tolist()
         raise GenerationError(
             f"expected finite logits with at least one allowed token, found NaN, infinity or none "
-            f"allowed in batch row {row}, position {position}; check the weights and the dtype"
+            f"allowed in batch row {row}, position {position}; check the weights and the dtype, or "
+            "what the grammar and the forbidden ids leave over"
         )
-    return allowed
+    return logits
 
 
 def measure_certainty(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""Many requests at once, equal to the plain loop by test. Speaks token ids only."""
+"""Many requests at once, and what a request may ask of its text."""

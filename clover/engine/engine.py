@@ -6,8 +6,7 @@
         ...
 
 Equal means token for token, up to the rounding of the logits: that varies with the shape of a pass,
-and so with what shares it. In fp32 no near tie has been seen to fall the other way; in bf16 it must
-be expected.
+and so with what shares it. In bf16 a near tie may fall the other way.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from clover.diffusion.requests import Decode, Event, Finished, GenerationResult
+from clover.diffusion.requests import Decode, Finished, GenerationResult
 from clover.diffusion.rows import check_request, make_rules, resolve_block_size, start_row
 from clover.engine.prefix_cache import PrefixCache
-from clover.engine.request import EngineRequest, Job
+from clover.engine.request import EngineEvent, EngineRequest, Failed, GuardedConstraint, Job
 from clover.engine.runner import Runner
 from clover.engine.scheduler import Plan, Scheduler
 from clover.errors import ConfigError
@@ -69,7 +68,7 @@ class EngineStats:
         previews, commits: Of their rows.
         tokens: They produced.
         cached_tokens: Of their prompts, that the prefix cache had.
-        finished: How many they are.
+        finished: How many they are; of those that failed nothing is counted.
     """
 
     passes: int = 0
@@ -145,7 +144,14 @@ class Engine:
         self.scheduler.check_room()
         row = start_row(next(self._ids), generation, self.rules, block_size, time.perf_counter())
         deadline = None if request.timeout is None else self._clock() + request.timeout
-        self.scheduler.add(Job(row=row, priority=request.priority, deadline=deadline))
+        job = Job(row=row, priority=request.priority, deadline=deadline)
+        if row.constraint:
+            row.constraint = job.guard = GuardedConstraint(
+                row.constraint,
+                vocab_size=self.model.config.vocab_size,
+                forbidden=self.rules.forbidden,
+            )
+        self.scheduler.add(job)
         return row.index
 
     def cancel(self, request_id: int) -> bool:
@@ -158,17 +164,17 @@ class Engine:
             job.is_cancelled = True
         return job is not None
 
-    def step(self) -> list[Event]:
+    def step(self) -> list[EngineEvent]:
         """Returns the events of the next pass: one preview, commit or both for every running row.
 
         Raises:
-            GenerationError: The model's logits are not finite; no row has moved.
+            GenerationError: The model's logits are not finite. The engine cannot go on.
         """
         plan = self.scheduler.schedule(self._clock())
         events = self.runner.run(plan)
         return self._emit(plan, events)
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Iterator[EngineEvent]:
         """Yields events until no request is left. More may be submitted in between."""
         while self.has_work:
             yield from self.step()
@@ -187,13 +193,14 @@ class Engine:
             prefill_passes=self.runner.num_prefill_passes,
         )
 
-    def _emit(self, plan: Plan, events: list[Event]) -> list[Event]:
+    def _emit(self, plan: Plan, events: list[EngineEvent]) -> list[EngineEvent]:
         """Adds the ends that no pass brought, and forgets whatever has ended."""
         abandoned = [job.row.abandon(reason) for job, reason in plan.ended.items()]
         events = [*abandoned, *events]
         for event in events:
-            if isinstance(event, Finished):
+            if isinstance(event, Finished | Failed):
                 self.scheduler.release(event.row)
+            if isinstance(event, Finished):
                 self._count(event.result)
         return events
 

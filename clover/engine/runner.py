@@ -1,103 +1,47 @@
 """From a plan to events: the passes of one step over the rows that hold a slot.
 
 Prompts are prefilled one by one in chunks, each in a cache of its own, so that a long one neither
-pads nor stops the others. Then ONE pass serves all rows that decode, each in its own phase.
+pads nor stops the others. Then ONE pass serves all rows that decode, each in its own phase: it
+commits a block and previews the next, verifies a draft and previews behind it, or commits one
+token.
 
-Shapes: B rows, T clean tokens, n canvas tokens, P predicted positions, D hidden width, V vocabulary.
+Shapes: B rows, T clean tokens, n canvas tokens, D hidden width.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from clover.diffusion.policies import Autoregressive, DiffusionPolicy, Exact, choose_positions
 from clover.diffusion.requests import Event
 from clover.diffusion.rows import Row, mask_open, predict_rows
 from clover.diffusion.sampling import Prediction
 from clover.engine.prefix_cache import PrefixCache
-from clover.engine.request import Job
+from clover.engine.request import EngineEvent, Failed, Job
 from clover.engine.scheduler import Plan
-from clover.model.cache import Cache
 from clover.model.transformer import CloverForCausalLM
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
-    """What one row does in one pass.
-
-    Attributes:
-        kind: `fill` previews a canvas, and commits the block before it if that is pending; `draft`
-            previews the canvas of `exact`; `verify` checks it; `next` commits one token for the
-            next; `wait` does nothing.
-        clean: Final tokens to commit, or the draft to verify.
-        canvas: Ids to preview.
-        known: What is known at the positions that the pass predicts.
-    """
-
-    kind: Literal["fill", "draft", "verify", "next", "wait"]
-    clean: Sequence[int]
-    canvas: Sequence[int]
-    known: Sequence[int | None]
-
-    def predicting(self, num_clean: int, last: int, *, shift_logits: bool) -> list[int]:
-        """Returns which token of the pass predicts each position.
-
-        Args:
-            num_clean: T, where the canvas begins.
-            last: The last committed token.
-            shift_logits: Whether a token predicts its right neighbour, or itself.
-        """
-        first, behind = num_clean, num_clean + len(self.canvas)
-        match self.kind:
-            case "wait":
-                return []
-            case "next":
-                return [last]
-            case "verify":
-                return list(range(len(self.clean)))
-            case "fill" if shift_logits:
-                return [last, *range(first, behind - 1)]
-            case "fill":
-                return list(range(first, behind))
-            case "draft":
-                return list(range(first, behind - 1) if shift_logits else range(first + 1, behind))
+def clean_tokens(row: Row) -> list[int]:
+    """Returns what the row's next pass reads causally: what is pending, and a draft to verify."""
+    is_exact = isinstance(row.request.policy, Exact)
+    return [*row.pending, *row.draft()] if is_exact else row.pending
 
 
-def next_phase(row: Row) -> Phase:
-    """Returns what a row does in the next pass."""
-    config = row.rules.config
+def canvas_tokens(row: Row) -> list[int]:
+    """Returns what the row's next pass previews, masks where open."""
     match row.request.policy:
         case Autoregressive():
-            return Phase(kind="next", clean=row.pending, canvas=(), known=(None,))
-        case Exact():
-            block = mask_open([*row.pending, *row.canvas], config)
-            if None in row.canvas:
-                return Phase(kind="draft", clean=(), canvas=block, known=row.canvas)
-            return Phase(kind="verify", clean=block, canvas=(), known=(*row.canvas, None))
+            return []
+        case Exact():  # the block behind the draft, the token after it included
+            return mask_open([None] * row.block_size, row.rules.config)
         case _:
-            canvas = mask_open(row.canvas, config)
-            return Phase(kind="fill", clean=row.pending, canvas=canvas, known=row.canvas)
-
-
-def align(phases: Sequence[Phase]) -> list[Phase]:
-    """Returns the phases with verifications put off while other rows draft.
-
-    A pass that drafts and verifies is as wide for every row as both together. A row that has once
-    waited keeps step with the others, so the narrow passes that follow soon repay it. Where a row
-    fills, passes are wide in any case.
-    """
-    kinds = {phase.kind for phase in phases}
-    if not {"draft", "verify"} <= kinds or "fill" in kinds:
-        return list(phases)
-    wait = Phase(kind="wait", clean=(), canvas=(), known=())
-    return [wait if phase.kind == "verify" else phase for phase in phases]
+            return mask_open(row.canvas, row.rules.config)
 
 
 class Runner:
@@ -124,33 +68,37 @@ class Runner:
         self.prefill_chunk_size = prefill_chunk_size
         self.cache = model.new_cache(0)
         self.jobs: list[Job] = []  # in the order of the cache's rows
-        # [B, D] after each row's last committed token: with the shift it predicts the next position
-        self.last_hidden = torch.zeros(
-            0, model.config.hidden_size, dtype=model.dtype, device=model.device
-        )
         self.num_passes = 0
         self.num_prefill_passes = 0
 
-    def run(self, plan: Plan) -> list[Event]:
+    def run(self, plan: Plan) -> list[EngineEvent]:
         """Returns the events of one step.
 
         Raises:
-            GenerationError: The model's logits are not finite; no row has moved.
+            GenerationError: The model's logits are not finite.
         """
         for job in plan.ended:
             self._leave(job)
-        self._prefill(plan.active)
-        events = self._decode() if self.jobs else []
-        for job in [job for job in self.jobs if job.row.is_finished]:
-            self._leave(job)
-        return events
+        events: list[EngineEvent] = []
+        for job in self._prefill(plan.active):
+            events += job.row.begin()
+        events += self._drop_ended()  # a text may be forced from end to end
+        if self.jobs:
+            events += self._decode()
+        events += self._drop_ended()
+        failed = {event.row for event in events if isinstance(event, Failed)}
+        return [event for event in events if isinstance(event, Failed) or event.row not in failed]
 
-    def _prefill(self, jobs: Sequence[Job]) -> None:
-        """Commits prompts up to the step's budget of tokens; those that are whole join the batch."""
+    def _prefill(self, jobs: Sequence[Job]) -> list[Job]:
+        """Commits prompts up to the step's budget of tokens; returns those that join the batch."""
         budget = self.prefill_chunk_size
+        joined = []
         for job in jobs:
             if budget > 0 and job not in self.jobs:
                 budget -= self._prefill_one(job, budget)
+                if job in self.jobs:
+                    joined.append(job)
+        return joined
 
     def _prefill_one(self, job: Job, budget: int) -> int:
         """Commits chunks of one prompt and joins it to the batch when whole; returns tokens spent.
@@ -174,104 +122,160 @@ class Runner:
             self.num_prefill_passes += 1
             spent += stop - start
         if cache.lengths[0] == len(prefix):
-            self._join(job, cache)
+            self.cache.extend(cache)
+            self.jobs.append(job)
+            job.prefill_cache = None
         return spent
 
-    def _join(self, job: Job, prefilled: Cache) -> None:
-        self.cache.extend(prefilled)
-        job.prefill_cache = None
-        self.jobs.append(job)
-        self.last_hidden = F.pad(self.last_hidden, (0, 0, 0, 1))  # unread before the first commit
+    def _drop_ended(self) -> list[Failed]:
+        """Lets jobs leave that have finished or failed; returns the failures."""
+        failures = [Failed(job.id, job.error) for job in self.jobs if job.error]
+        for job in [job for job in self.jobs if job.row.is_finished or job.error]:
+            self._leave(job)
+        return failures
 
     def _leave(self, job: Job) -> None:
         """Frees whatever a job holds; what it has committed stays in the prefix cache."""
         job.prefill_cache = None
         if job not in self.jobs:
             return
-        row, last = self.jobs.index(job), len(self.jobs) - 1
+        index = self.jobs.index(job)
         final = (*job.row.request.prompt_ids, *job.row.output)
-        self.prefix_cache.store(final[: self.cache.lengths[row]], self.cache, row)
-        self.cache.remove(row)
-        kept = [last if index == row else index for index in range(last)]
-        self.jobs = [self.jobs[index] for index in kept]
-        self.last_hidden = self.last_hidden[kept]
+        self.prefix_cache.store(final[: self.cache.lengths[index]], self.cache, index)
+        self.cache.remove(index)  # the last row takes its place
+        self.jobs[index] = self.jobs[-1]
+        self.jobs.pop()
 
     @torch.no_grad()
     def _decode(self) -> list[Event]:
         """Runs one pass of all rows and takes each as far as it says."""
         rows = [job.row for job in self.jobs]
-        phases = align([next_phase(row) for row in rows])
-        input_ids, lengths = self._pad([phase.clean for phase in phases])
-        canvas, canvas_lengths = self._pad([phase.canvas for phase in phases])
+        input_ids, lengths = self._pad([clean_tokens(row) for row in rows])
+        canvas, canvas_lengths = self._pad([canvas_tokens(row) for row in rows])
         hidden_states, transaction = self.model.mixed_pass(
             self.cache,
             input_ids,
             canvas,
             lengths,
             canvas_lengths,
-            keep_trace=any(phase.kind == "verify" for phase in phases),
+            keep_trace=any(isinstance(row.request.policy, Exact) for row in rows),
         )
-        # A row that commits nothing is still predicted from what it committed last
-        sources = torch.cat([hidden_states, self.last_hidden[:, None]], dim=1)
-        last = [len(phase.clean) - 1 if phase.clean else sources.shape[1] - 1 for phase in phases]
-        prediction = predict_rows(
-            rows,
-            self.model.logits(self._gather(sources, phases, last, input_ids.shape[1])),
-            [phase.known for phase in phases],
-            self.forbidden_ids,
-        )
-        self.last_hidden = sources[torch.arange(len(rows)), last]
         self.num_passes += 1
-        accepted, events = self._advance(rows, phases, prediction)
+        clean, previewed = hidden_states.tensor_split([input_ids.shape[1]], dim=1)
+        for i, (job, length) in enumerate(zip(self.jobs, lengths, strict=True)):
+            job.row.passes += 1
+            job.row.commits += bool(length)
+            job.row.previews += bool(canvas_lengths[i])
+            if length:
+                job.last_hidden = clean[i, length - 1]
+        accepted, events = self._read_commit(clean, lengths)
         transaction.commit(accepted)
+        is_whole = [count == length for count, length in zip(accepted, lengths, strict=True)]
+        return events + self._read_preview(previewed, canvas_lengths, is_whole)
+
+    def _read_commit(self, clean: Tensor, lengths: Sequence[int]) -> tuple[list[int], list[Event]]:
+        """Gives each row what follows its clean tokens.
+
+        Args:
+            clean: [B, T, D], hidden states of the clean tokens.
+            lengths: How many each row has.
+
+        Returns:
+            How many of them each row accepts, and the events.
+        """
+        accepted = list(lengths)
+        events: list[Event] = []
+        starts: dict[int, int] = {}  # by row: where what it reads begins
+        for i, job in enumerate(self.jobs):
+            match job.row.request.policy:
+                case Exact():
+                    starts[i] = 0
+                case Autoregressive():
+                    starts[i] = lengths[i] - 1
+                case _:
+                    job.row.pending = []
+        if not starts:
+            return accepted, events
+        rows = [self.jobs[i].row for i in starts]
+        prediction = self._predict(
+            rows,
+            [clean[i, start : lengths[i]] for i, start in starts.items()],
+            [row.draft() for row in rows],
+            [row.masks_of_draft() for row in rows],
+        )
+        for i, row, tokens in zip(starts, rows, prediction.tokens.tolist(), strict=True):
+            if isinstance(row.request.policy, Autoregressive):
+                events += row.write(tokens[0])
+            else:
+                num_new, new_events = row.verify(tokens)
+                events += new_events
+                # Not past the end of the text, so that a next turn may start from this state
+                accepted[i] = min(num_new, row.num_final - self.cache.lengths[i])
+        return accepted, events
+
+    def _read_preview(
+        self, previewed: Tensor, canvas_lengths: Sequence[int], is_whole: Sequence[bool]
+    ) -> list[Event]:
+        """Fills canvases whose rows accepted all that the preview saw; returns the events.
+
+        Args:
+            previewed: [B, n, D], hidden states of the canvas tokens.
+            canvas_lengths: How many each row has.
+            is_whole: Whether it accepted all of its clean tokens.
+        """
+        filling = [
+            i
+            for i, job in enumerate(self.jobs)
+            if canvas_lengths[i] and is_whole[i]
+            if not job.row.is_finished and not job.row.is_resolved()
+        ]
+        if not filling:
+            return []
+        rows = [self.jobs[i].row for i in filling]
+        prediction = self._predict(
+            rows,
+            [self._predicting(self.jobs[i], previewed[i, : canvas_lengths[i]]) for i in filling],
+            [row.canvas for row in rows],
+            [row.masks_of_next() for row in rows],
+        )
+        events: list[Event] = []
+        for row, tokens, keep in zip(
+            rows, prediction.tokens.tolist(), _choose(rows, prediction), strict=True
+        ):
+            update = row.place(tokens, keep)
+            if update.kept:  # a draft may stay empty
+                events.append(update)
+            if not isinstance(row.request.policy, Exact):
+                events += row.close_blocks()
         return events
 
-    def _gather(
-        self, sources: Tensor, phases: Sequence[Phase], last: Sequence[int], num_clean: int
-    ) -> Tensor:
-        """Returns the hidden states that predict each row's positions, [B, P, D], right-padded."""
-        diffusion = self.model.config.diffusion
-        is_shifted = diffusion is not None and diffusion.shift_logits
-        tokens, _ = self._pad(
-            [
-                phase.predicting(num_clean, index, shift_logits=is_shifted)
-                for phase, index in zip(phases, last, strict=True)
-            ]
-        )
-        return sources[torch.arange(len(tokens), device=tokens.device)[:, None], tokens]
+    def _predicting(self, job: Job, hidden_states: Tensor) -> Tensor:
+        """Returns the hidden states that predict each position of a row's canvas.
 
-    def _advance(
-        self, rows: Sequence[Row], phases: Sequence[Phase], prediction: Prediction
-    ) -> tuple[list[int], list[Event]]:
-        """Gives each row its predictions; returns how many clean tokens it accepts, and the events."""
-        keep = _choose(rows, phases, prediction)
-        accepted: list[int] = []
-        events: list[Event] = []
-        for i, (row, phase, tokens) in enumerate(
-            zip(rows, phases, prediction.tokens.tolist(), strict=True)
-        ):
-            row.passes += phase.kind != "wait"
-            row.previews += bool(phase.canvas)
-            row.commits += bool(phase.clean)
-            num_accepted = len(phase.clean)
-            match phase.kind:
-                case "next":
-                    row.pending = tokens[:1]
-                    events += row.append(row.pending)
-                case "fill":
-                    row.pending = []
-                    events += [row.place(tokens, keep[i]), *row.close_block()]
-                case "draft":
-                    events.append(row.place(tokens, keep[i]))
-                case "verify":
-                    new_tokens = row.agreed(tokens[: len(phase.known)])
-                    row.pending = new_tokens[-1:]
-                    row.lay_canvas()
-                    events += row.append(new_tokens)
-                    # Not past the end of the text, so that a next turn may start from this state
-                    num_accepted = min(len(new_tokens), row.num_final - self.cache.lengths[i])
-            accepted.append(num_accepted)
-        return accepted, events
+        Args:
+            job: Whose row it is.
+            hidden_states: [n, D] of what was previewed; in `exact` its first token is not on the
+                canvas, as the verification has it.
+        """
+        is_exact = isinstance(job.row.request.policy, Exact)
+        diffusion = self.model.config.diffusion
+        if diffusion is None or not diffusion.shift_logits:
+            return hidden_states[int(is_exact) :]
+        if is_exact:
+            return hidden_states[:-1]
+        assert job.last_hidden is not None
+        return torch.cat([job.last_hidden[None], hidden_states[:-1]])
+
+    def _predict(
+        self,
+        rows: Sequence[Row],
+        hidden_states: Sequence[Tensor],
+        canvases: Sequence[Sequence[int | None]],
+        masks: Sequence[Sequence[tuple[int, Tensor]]],
+    ) -> Prediction:
+        """Returns what the hidden states of each row, [.., D], predict; see `predict_rows`."""
+        logits = self.model.logits(pad_sequence(list(hidden_states), batch_first=True))
+        return predict_rows(rows, logits, canvases, masks, self.forbidden_ids)
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Returns int64 [B, T], right-padded, and the lengths."""
@@ -281,29 +285,25 @@ class Runner:
         return torch.tensor(padded, dtype=torch.int64, device=self.model.device), lengths
 
 
-def _choose(
-    rows: Sequence[Row], phases: Sequence[Phase], prediction: Prediction
-) -> dict[int, list[bool]]:
-    """Returns, for the rows with a canvas, which predictions their policies keep.
+def _choose(rows: Sequence[Row], prediction: Prediction) -> list[list[bool]]:
+    """Returns which predictions the rows' policies keep.
 
     Rows that ask for the same are asked about together: a few operations a policy, not a row.
     """
-    groups: dict[tuple[DiffusionPolicy, int, int], list[int]] = defaultdict(list)
-    for i, (row, phase) in enumerate(zip(rows, phases, strict=True)):
-        policy = row.request.policy
-        if not isinstance(policy, Autoregressive) and phase.canvas:
-            row.num_drafts += 1
-            num_passes = row.num_drafts if phase.kind == "draft" else 1
-            groups[policy, len(row.canvas), num_passes].append(i)
-    keep: dict[int, list[bool]] = {}
-    for (policy, num_positions, num_passes), members in groups.items():
-        is_open = [rows[i].open_positions() for i in members]
+    groups: dict[tuple[DiffusionPolicy, int], list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        assert not isinstance(row.request.policy, Autoregressive)
+        groups[row.request.policy, len(row.canvas)].append(i)
+    keep: list[list[bool]] = [[] for _ in rows]
+    for (policy, num_positions), members in groups.items():
         chosen = choose_positions(
             policy,
             confidence=prediction.confidence[members, :num_positions],
             entropy=prediction.entropy[members, :num_positions],
-            is_open=torch.tensor(is_open, device=prediction.confidence.device),
-            num_passes=num_passes,
+            is_open=torch.tensor(
+                [rows[i].open_positions() for i in members], device=prediction.confidence.device
+            ),
         )
-        keep |= zip(members, chosen.tolist(), strict=True)
+        for i, row_keep in zip(members, chosen.tolist(), strict=True):
+            keep[i] = row_keep
     return keep

@@ -1,8 +1,8 @@
 """The whole model: one class for the autoregressive parent and for Clover, and its passes.
 
 `forward` and `two_stream` are for training; `prefill`, `commit`, `preview`, `commit_and_preview`,
-`verify` and `mixed_pass` run over a cache. All of them are one walk over the layers with another layout
-of tokens.
+`verify`, `verify_and_preview` and `mixed_pass` run over a cache. All of them are one walk over the layers
+with another layout of tokens.
 
 Shapes: B rows, T clean tokens, M blocks of n canvas tokens, L = T + M n, D hidden width, V vocabulary.
 """
@@ -322,6 +322,25 @@ class CloverForCausalLM(nn.Module):
             cache, input_ids, canvas, counts, keep_trace, sizes
         )
         return hidden_states, Transaction(cache, updates, counts, cache.version)
+
+    @torch.no_grad()
+    def verify_and_preview(
+        self,
+        cache: Cache,
+        input_ids: Tensor,
+        canvas: Tensor,
+        lengths: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor, Transaction]:
+        """Verifies tokens and previews the block behind them in ONE pass.
+
+        Returns the AR logits [B, T, V], the canvas logits [B, n, V] and the transaction. The canvas
+        sees all of the tokens: where fewer are committed, its logits mean nothing.
+        """
+        self._require_diffusion()
+        counts = _row_counts(input_ids, lengths)
+        hidden_states, updates = self._cached_pass(cache, input_ids, canvas, counts, True)
+        verified, previewed = self.logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)
+        return verified, previewed, Transaction(cache, updates, counts, cache.version)
 
     def _cached_pass(
         self,

@@ -27,7 +27,8 @@ the default of `sample_tasks`. `ALL_FAMILIES`, with `ALL_WEIGHTS`, are for the n
 Splits: `train`; `seen`, other items of the same words and schemas; `heldout`, whose domains, wordings,
 combinations and value words training never has. A word is held out by its hash (one in six), a
 wording by its place in its list (one in five, rounded up), a domain by its noun ({len(DOMAINS.held_out)} of
-{len(DOMAINS.train) + len(DOMAINS.held_out)}).
+{len(DOMAINS.train) + len(DOMAINS.held_out)}). As often as not a domain of `train` and `seen` is made up,
+with invented words for noun, fields and options: schemas are to be read, not remembered.
 
 Checks of `python_function` and `terminal` run the reply in
 [bubblewrap](https://github.com/containers/bubblewrap), without network and with limits on processor

@@ -8,13 +8,16 @@ synonyms and its schemas, when its noun is held out by the rule for words.
 
 from __future__ import annotations
 
+import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clover.tasks.parted import Parted
-from clover.tasks.words import is_held_out
+from clover.tasks.words import invented_word, is_held_out
 
+_INVENTED = 0.5  # share of training's domains that have invented nouns, names and options
+_RENAMED = 0.7  # share of the fields of such a domain
 _LINE = re.compile(r"(?P<noun>\w+) \((?P<synonyms>[^)]+)\): (?P<fields>.+)")
 _FIELD = re.compile(r"(?P<name>\w+) (?P<kind>\{[^}]*\}|\S+) ?(?P<phrase>.*)")
 
@@ -40,7 +43,7 @@ class Domain:
     """What a tool or a record is about."""
 
     noun: str
-    synonyms: tuple[str, ...]
+    synonyms: tuple[str, ...]  # none of a made-up noun
     fields: tuple[Field, ...]
 
 
@@ -76,3 +79,34 @@ def _part(domains: list[Domain]) -> Parted[Domain]:
 
 _TABLE = Path(__file__).with_name("domains.txt").read_text(encoding="utf-8")
 DOMAINS = _part([_parse_line(line) for line in _TABLE.splitlines()])
+
+
+def draw_domain(rng: random.Random, held_out: bool) -> Domain:
+    """Returns a domain of one side; in training, as often as not, one that is made up.
+
+    There are only so many domains to learn from, and a held-out one has words that none of them has.
+    Whoever has met enough words that mean nothing reads the schema instead of remembering it.
+    """
+    domain = DOMAINS.draw(rng, held_out)
+    if held_out or rng.random() >= _INVENTED:
+        return domain
+    taken = {field.name for field in domain.fields}
+    fields = tuple(_invent(rng, field, taken) for field in domain.fields)
+    return Domain(invented_word(rng), (), fields)
+
+
+def _invent(rng: random.Random, field: Field, taken: set[str]) -> Field:
+    """Returns the field or, more often, one of its kind that has a name of its own."""
+    if rng.random() >= _RENAMED:
+        return field
+    while (name := invented_word(rng)) in taken:
+        pass
+    taken.add(name)
+    inner = {each.name for each in field.fields}
+    return replace(
+        field,
+        name=name,
+        phrase="",  # a phrase says what a name means, and this one means nothing
+        options=tuple(dict.fromkeys(invented_word(rng) for _ in field.options)),
+        fields=tuple(_invent(rng, each, inner) for each in field.fields),
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from clover.chat import Message
 from clover.tasks.checks import JsonValue
-from clover.tasks.domains import DOMAINS, Domain
+from clover.tasks.domains import Domain, draw_domain
 from clover.tasks.fields import (
     DETAILS,
     Fact,
@@ -59,7 +59,7 @@ It is about {a_noun}{details}.
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
     """Returns a text and a schema. Held out are domains, value words and wordings."""
-    domain = DOMAINS.draw(rng, held_out)
+    domain = draw_domain(rng, held_out)
     count = 2 if rng.random() < _LIST_SHARE else 1
     fields = rng.sample(domain.fields, rng.choice((2, 3, 3) if count == 1 else (2, 2)))
     # Told in part, so that a list of two records stays short

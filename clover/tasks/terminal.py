@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import random
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,9 @@ from clover.tasks.task import Draft
 from clover.tasks.words import OBJECTS
 
 _PROGRAM = Path(__file__).with_name("sandboxed") / "run_command.py"
-_EXTENSIONS = Parted.of("txt", "md", "csv", "log", "json", "cfg", "dat", "html", "xml", "ini")
+_LISTED = ("txt", "md", "csv", "log", "json", "cfg", "dat", "html", "xml", "ini")
+_EXTENSIONS = Parted.of(*_LISTED)
+_INVENTED = 0.4  # share of training's extensions that are any letters, so that they are copied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +170,17 @@ def _make_folder(job: _Job) -> str:
     return f"mkdir {name}"
 
 
+def _draw_extension(rng: random.Random, held_out: bool) -> str:
+    if held_out or rng.random() >= _INVENTED:
+        return _EXTENSIONS.draw(rng, held_out)
+    while True:
+        letters = "".join(rng.choices(string.ascii_lowercase, k=rng.choice((2, 3, 3, 4))))
+        if letters not in _LISTED:
+            return letters
+
+
 def _make_file(job: _Job) -> str:
-    extension = _EXTENSIONS.draw(job.rng, job.held_out)
+    extension = _draw_extension(job.rng, job.held_out)
     folder, name = job.folder(), job.fresh(f".{extension}")
     job.slots["new"] = name
     job.after.files[f"{folder}/{name}"] = ""
@@ -454,7 +466,7 @@ def _draw_tree(rng: random.Random, held_out: bool) -> _Tree:
     names = OBJECTS.sample(rng, held_out, count + 3 * count + 1)
     folders, names = names[:count], names[count:]
     tree = _Tree(folders=set(folders))
-    extensions = [_EXTENSIONS.draw(rng, held_out) for _ in range(2)]
+    extensions = [_draw_extension(rng, held_out) for _ in range(2)]
     for folder in folders:
         for _ in range(rng.choice((1, 2, 2, 3))):
             path = f"{folder}/{names.pop()}.{rng.choice(extensions)}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from clover.chat import Message, ToolCall
 from clover.tasks.checks import Calls, Sentence
-from clover.tasks.domains import DOMAINS, Domain, Field
+from clover.tasks.domains import Domain, Field, draw_domain
 from clover.tasks.fields import CHANGES, DETAILS, FILTERS, Fact, draw_fact, say_facts
 from clover.tasks.parted import capitalize, lines, say
 from clover.tasks.task import Check, Draft
@@ -198,7 +198,7 @@ def _several_calls(rng: random.Random, held_out: bool) -> Draft:
 
 def _change_found(rng: random.Random, held_out: bool) -> Draft:
     """A record has to be found by a value before it can be updated or deleted."""
-    domain = DOMAINS.draw(rng, held_out)
+    domain = draw_domain(rng, held_out)
     find, fact = _draw_search(rng, held_out, domain)
     change = draw_tool(rng, domain, rng.choice((UPDATE, UPDATE, DELETE)))
     number = draw_fact(rng, held_out, ID)
@@ -223,7 +223,7 @@ def _change_found(rng: random.Random, held_out: bool) -> Draft:
 
 def _create_for_found(rng: random.Random, held_out: bool) -> Draft:
     """A record of one domain is needed to create one of another."""
-    other, domain = DOMAINS.draw(rng, held_out), DOMAINS.draw(rng, held_out)
+    other, domain = draw_domain(rng, held_out), draw_domain(rng, held_out)
     find, fact = _draw_search(rng, held_out, other)
     number = draw_fact(rng, held_out, Field(f"{other.noun}_id", "number"))
     create = draw_tool(rng, domain, CREATE)
@@ -277,7 +277,7 @@ def _stage(
 
 def _answer_found(rng: random.Random, held_out: bool) -> Draft:
     """A record is found and one of its values is the answer."""
-    domain = DOMAINS.draw(rng, held_out)
+    domain = draw_domain(rng, held_out)
     find, fact = _draw_search(rng, held_out, domain)
     asked = rng.choice([field for field in simple_fields(domain) if field != fact.field])
     answer = draw_fact(rng, held_out, asked)
@@ -331,7 +331,7 @@ def _missing(rng: random.Random, held_out: bool) -> Draft:
     """A required argument is not in the request, and nothing offered could find it."""
     action = rng.choice((CREATE, CREATE, CREATE, UPDATE, DELETE))
     while True:
-        tool = draw_tool(rng, DOMAINS.draw(rng, held_out), action)
+        tool = draw_tool(rng, draw_domain(rng, held_out), action)
         leaves = [field for field in tool.fields if field.kind not in ("object", "flag")]
         needed = [field for field in leaves if field.name in tool.required]
         if needed and (len(tool.fields) > 1 or action is DELETE):
@@ -357,7 +357,7 @@ def _expect_nothing(
 
 
 def _draw_any(rng: random.Random, held_out: bool) -> Tool:
-    return draw_tool(rng, DOMAINS.draw(rng, held_out), rng.choice(ACTIONS))
+    return draw_tool(rng, draw_domain(rng, held_out), rng.choice(ACTIONS))
 
 
 def _draw_search(rng: random.Random, held_out: bool, domain: Domain) -> tuple[Tool, Fact]:

@@ -208,7 +208,8 @@ def say_request(rng: random.Random, held_out: bool, tool: Tool, facts: Sequence[
 
 def nouns(rng: random.Random, domain: Domain) -> dict[str, str]:
     """Returns the slots `noun` and `a_noun`, which say a domain's noun or a synonym of it."""
-    noun = rng.choice(domain.synonyms) if rng.random() < _SYNONYMS else domain.noun
+    is_synonym = rng.random() < _SYNONYMS and domain.synonyms
+    noun = rng.choice(domain.synonyms) if is_synonym else domain.noun
     return {"noun": noun, "a_noun": f"{'an' if noun[0] in 'aeio' else 'a'} {noun}"}
 
 

@@ -147,6 +147,29 @@ COLORS = Pool.of(_COLORS)
 CHOICES = Pool.of(_CHOICES)
 
 
+_LISTED = tuple(
+    dict.fromkeys(
+        word.lower()
+        for pool in (NOUNS, NAMES, CITIES, THINGS, COLORS, CHOICES)
+        for word in pool.train
+    )
+)
+_INVENTED_LENGTHS = range(4, 11)
+
+
+def invented_word(rng: random.Random) -> str:
+    """Returns a word for training that begins like one of the lists and ends like another, `lanoon`.
+
+    Its pieces are those of real words, their sequence is new: like a held-out word it can only be
+    copied, piece by piece.
+    """
+    while True:
+        first, second = rng.sample(_LISTED, 2)
+        word = first[: rng.randrange(1, len(first))] + second[rng.randrange(1, len(second)) :]
+        if len(word) in _INVENTED_LENGTHS and word not in _LISTED and not is_held_out(word):
+            return word
+
+
 def synthetic_word(rng: random.Random, held_out: bool) -> str:
     """Returns a pronounceable word of two or three syllables that means nothing, as `kaluno`."""
     while True:

@@ -88,12 +88,12 @@ class Blocks:
         """Returns which positions belong to a used slot, the end's repetitions included."""
         return (self.starts >= 0).unsqueeze(-1).expand_as(self.targets)
 
-    def repeat(self, count: int) -> Blocks:
-        """Returns `count` copies of every block, side by side in their rows."""
+    def beside(self, other: Blocks) -> Blocks:
+        """Returns these slots and then the other's, row by row."""
         return Blocks(
-            starts=self.starts.repeat(1, count),
-            targets=self.targets.repeat(1, count, 1),
-            is_token=self.is_token.repeat(1, count, 1),
+            starts=torch.cat([self.starts, other.starts], dim=1),
+            targets=torch.cat([self.targets, other.targets], dim=1),
+            is_token=torch.cat([self.is_token, other.is_token], dim=1),
         )
 
 
@@ -229,23 +229,42 @@ def pack_all(
     ]
 
 
-def share_blocks(
-    blocks: Blocks, noised: NoisedBlocks, rank: int, world_size: int
-) -> tuple[Blocks, NoisedBlocks]:
-    """Returns the blocks of the rows that `Batch.share` gives one process, unused slots left out."""
-    starts = blocks.starts[rank::world_size]
-    is_used = (starts >= 0).any(dim=0)
-    is_used[0] = True  # rows without a single block still go through the model
-    return (
-        _take(blocks, slice(rank, None, world_size), is_used),
-        _take(noised, slice(rank, None, world_size), is_used),
+def fill_slots(blocks: Blocks, num_slots: int, generator: torch.Generator) -> Blocks:
+    """Returns `num_slots` slots a row, its blocks dealt out to them in random order, round by round.
+
+    Rows hold unequal numbers of blocks, a pass computes equally many for all. So a row with few
+    blocks gets several canvases of each, noised apart, and none computes emptiness; of a row with
+    more blocks than slots some are left out. A row without blocks has unused slots.
+
+    Args:
+        blocks: From `cut_blocks`: used slots come first.
+        num_slots: Slots of a row.
+        generator: A CPU generator, the only source of randomness.
+    """
+    is_used = blocks.starts >= 0  # [B, N]
+    draws = torch.rand(is_used.shape, generator=generator).to(is_used.device)
+    order = draws.masked_fill(~is_used, torch.inf).argsort(dim=1)
+    rounds = torch.arange(num_slots, device=is_used.device)
+    chosen = order.gather(1, rounds % is_used.sum(dim=1, keepdim=True).clamp(min=1))
+    rows = torch.arange(len(chosen), device=is_used.device)[:, None]
+    return Blocks(
+        starts=blocks.starts[rows, chosen],
+        targets=blocks.targets[rows, chosen],
+        is_token=blocks.is_token[rows, chosen],
     )
 
 
-def _take(part: _BlockTensors, rows: slice, slots: Tensor) -> _BlockTensors:
-    """Returns some rows and slots of a dataclass of tensors [B, N, ...]."""
-    tensors = {item.name: getattr(part, item.name)[rows][:, slots] for item in fields(part)}
-    return replace(part, **tensors)
+def share_blocks(
+    blocks: Blocks, noised: NoisedBlocks, rank: int, world_size: int
+) -> tuple[Blocks, NoisedBlocks]:
+    """Returns the blocks of the rows that `Batch.share` gives one process."""
+    rows = slice(rank, None, world_size)
+    return _take(blocks, rows), _take(noised, rows)
+
+
+def _take(part: _BlockTensors, rows: slice) -> _BlockTensors:
+    """Returns some rows of a dataclass of tensors [B, N, ...]."""
+    return replace(part, **{item.name: getattr(part, item.name)[rows] for item in fields(part)})
 
 
 def cut_blocks(batch: Batch, block_size: int, *, skips: Sequence[int] | None = None) -> Blocks:

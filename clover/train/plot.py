@@ -1,4 +1,4 @@
-"""The curves of a run. The one file that imports matplotlib."""
+"""The curves of a run. The one file of the package that imports matplotlib."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ from clover.diffusion.objective import (
     ar_loss,
     ar_weights,
     load_balancing_loss,
+    on_policy_loss,
     two_stream_loss,
 )
 from clover.errors import ConfigError, TrainingError, TrainingInputError
@@ -48,8 +49,23 @@ from clover.train import parallel
 from clover.train.data import Document, DocumentSource
 from clover.train.evaluation import evaluate
 from clover.train.events import EvalEvent, SaveEvent, StepEvent, SummaryEvent, TrainEvent
+from clover.train.on_policy import (
+    OnPolicyConfig,
+    choose_canvas_source,
+    draw_num_previews,
+    preview_blocks,
+    write_replies,
+)
 from clover.train.optimizer import OptimizerConfig, Optimizers, WeightAverage
-from clover.train.packing import Batch, Blocks, Packer, PackerState, cut_blocks, share_blocks
+from clover.train.packing import (
+    Batch,
+    Blocks,
+    Packer,
+    PackerState,
+    cut_blocks,
+    fill_slots,
+    share_blocks,
+)
 from clover.train.parallel import Parallelism
 from clover.train.run_files import MetricsFile, write_run_file
 from clover.train.state import (
@@ -76,18 +92,18 @@ class TrainConfig:
     weights, see `WeightAverage`.
 
     Two-stream only: `block_sizes`, one of them drawn each step; `block_skip_probability`, see
-    `draw_skips`; `canvases_per_block`, noised copies of each block, which share one clean stream;
-    `complementary_masks`, whether the second of two canvases masks what the first shows, see
-    `complement`; `prefix_probability`, see `draw_prefix_lengths`; `min_noise_level`, of the masked
-    share; `edits`, wrong tokens to be repaired; `coreset_anneal_fraction`, see
-    `annealed_coreset_size`.
+    `draw_skips`; `canvas_length`, canvas tokens beside each row, None for as many as the row has, see
+    `fill_slots`; `complementary_masks`, whether canvases come in pairs, the second of which masks
+    what the first shows, see `complement`; `prefix_probability`, see `draw_prefix_lengths`;
+    `min_noise_level`, of the masked share; `edits`, wrong tokens to be repaired; `on_policy`,
+    canvases of the model's own decoding; `coreset_anneal_fraction`, see `annealed_coreset_size`.
 
     `num_token_ids` is the tokenizer's length. Where the model's vocabulary goes on, rows are padding
     and never drawn; it is needed by what draws tokens.
 
-    Scale: `parallelism`, see `clover.train.parallel`; `activation_checkpointing`, see `Decoder`.
-    A sharded model has no average and no edits that it draws itself; checkpointing excludes
-    `losses.balance_weight`.
+    Scale: `parallelism`, see `clover.train.parallel`; `activation_checkpointing`, see `Decoder`;
+    `compile_layers`, by torch.compile. A sharded model has no average and no edits or canvases that
+    it draws itself; checkpointing excludes `losses.balance_weight`.
     """
 
     objective: Literal["ar", "two_stream"]
@@ -105,11 +121,12 @@ class TrainConfig:
     seed: int = 0
     block_sizes: tuple[int, ...] = (8, 16, 32)
     block_skip_probability: float = 0.0
-    canvases_per_block: int = 1
+    canvas_length: int | None = None
     complementary_masks: bool = False
     prefix_probability: float = 0.0
     min_noise_level: float = 0.0
     edits: EditConfig = field(default_factory=EditConfig)
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     coreset_anneal_fraction: float = 0.0
     num_token_ids: int | None = None
     parallelism: Parallelism = "ddp"
@@ -123,7 +140,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Checks ranges."""
         least = {"steps": 1, "num_rows": 1, "row_length": 2, "warmup_steps": 0}
-        least |= {"log_every": 1, "eval_every": 1, "save_every": 1, "canvases_per_block": 1}
+        least |= {"log_every": 1, "eval_every": 1, "save_every": 1}
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 found = getattr(self, name)
@@ -136,15 +153,20 @@ class TrainConfig:
             raise ConfigError(f"block_sizes must be positive numbers, found {self.block_sizes}")
         if not 0.0 <= self.ema_decay < 1.0:
             raise ConfigError(f"ema_decay must be in [0, 1), found {self.ema_decay}")
-        if self.complementary_masks and self.canvases_per_block != 2:
-            raise ConfigError(
-                "complementary_masks need canvases_per_block to be 2, found "
-                f"{self.canvases_per_block}"
-            )
+        if self.objective == "two_stream":
+            canvas_length = self.canvas_tokens
+            largest = max(self.block_sizes)
+            shortest = largest * (2 if self.complementary_masks else 1)
+            if canvas_length < shortest:
+                raise ConfigError(
+                    f"canvas_length must be at least {shortest}, for blocks of {largest} tokens, found "
+                    f"{canvas_length}"
+                )
         if self.edits.probability > 0 and self.num_token_ids is None:
             raise ConfigError(
                 "edits draw tokens: num_token_ids must be set to the tokenizer's length"
             )
+        self._check_distillation()
         is_sharded = self.parallelism == "fsdp"
         if is_sharded and self.ema_decay > 0:
             raise ConfigError(
@@ -161,6 +183,36 @@ class TrainConfig:
             )
         if not self.max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, found {self.max_grad_norm}")
+
+    def _check_distillation(self) -> None:
+        """Checks what a teacher and own canvases need."""
+        if self.objective == "ar" and (self.on_policy.is_on or self.losses.needs_parent):
+            raise ConfigError(
+                "on_policy and a teacher 'parent' need the objective 'two_stream', found 'ar'"
+            )
+        if self.on_policy.is_on and self.num_token_ids is None:
+            raise ConfigError(
+                "on_policy places tokens: num_token_ids must be set to the tokenizer's length"
+            )
+        if self.on_policy.is_on and self.parallelism == "fsdp":
+            raise ConfigError(
+                "on_policy must be off with parallelism 'fsdp': decoding needs a whole model"
+            )
+        if self.on_policy.reply_probability > 0 and self.losses.distillation_weight == 0:
+            raise ConfigError(
+                "losses.distillation_weight must be above 0 with on_policy.reply_probability: the "
+                "model's own replies have no other loss"
+            )
+        if self.on_policy.reply_probability > 0 and self.compile_layers:
+            raise ConfigError(
+                "compile_layers must be off with on_policy.reply_probability: passes that decode "
+                "have ever new shapes, each of which would be compiled"
+            )
+
+    @property
+    def canvas_tokens(self) -> int:
+        """Canvas tokens beside each row."""
+        return self.row_length if self.canvas_length is None else self.canvas_length
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
@@ -242,6 +294,7 @@ def train(
     on_event: Callable[[TrainEvent], None],
     validation: Validation | None = None,
     resume: bool = False,
+    parent: CloverForCausalLM | None = None,
 ) -> SummaryEvent:
     """Trains the model in place and returns the closing summary (which is also the last event).
 
@@ -254,12 +307,14 @@ def train(
         on_event: Is told of everything, in order.
         validation: Sets of documents by name, evaluated every `eval_every` steps and at the end.
         resume: Goes on from the state in `config.out`.
+        parent: Teaches, where the losses ask for it, and stays as it is; fp32. To be the same when a
+            run is resumed: the state does not hold it.
 
     Raises:
-        TrainingError: A loss is not finite, the model does not suit the objective, or the saved
+        TrainingError: A loss is not finite, model or parent do not suit the objective, or the saved
             state is of another run.
     """
-    run = _Run(model, config, source, on_event, validation or {})
+    run = _Run(model, config, source, on_event, validation or {}, parent)
     if resume:
         run.load()
     run.keep_record()
@@ -288,14 +343,18 @@ class _Run:
         source: DocumentSource,
         on_event: Callable[[TrainEvent], None],
         validation: Validation,
+        parent: CloverForCausalLM | None,
     ) -> None:
         _check_model(model, config)
+        _check_parent(parent, model, config)
         if config.parallelism == "fsdp":
             parallel.shard_model(model, config.precision)
+            if parent is not None:
+                parallel.shard_model(parent, config.precision)
         model.model.activation_checkpointing = config.activation_checkpointing
         if config.compile_layers:
             compile_layers(model)
-        self.model, self.config, self.source = model, config, source
+        self.model, self.config, self.source, self.parent = model, config, source, parent
         self.on_event = on_event if parallel.rank() == 0 else lambda event: None
         self.validation = validation
         self.optimizers = Optimizers(model, config.optimizer)
@@ -385,7 +444,7 @@ class _Run:
         """Updates the weights; returns whether any process wants to stop."""
         self.model.train()
         factor = learning_rate_factor(self.step, self.config)
-        losses = batch_losses(self.model, batch, self.config, self.step)
+        losses = batch_losses(self.model, batch, self.config, self.step, self.parent)
         values, stop = self._agree(losses, wants_stop=wants_stop)
         losses.total.backward()
         parameters = list(self.model.parameters())
@@ -454,23 +513,30 @@ class _Run:
         self.on_event(SaveEvent(step=self.step, path=path))
 
 
-def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, step: int) -> Losses:
+def batch_losses(
+    model: CloverForCausalLM,
+    batch: Batch,
+    config: TrainConfig,
+    step: int,
+    parent: CloverForCausalLM | None = None,
+) -> Losses:
     """Returns the losses of this process's share of a batch; their mean is that of the whole batch.
 
     Noise is drawn for all rows, whoever takes them, as `draw_canvases` says.
     """
     share = parallel.rank(), parallel.world_size()
     whole, batch = batch, batch.share(*share)
-    clean_weights = ar_weights(batch.document_ids, batch.is_response, config.losses.prompt_weight)
-    records_routers = config.losses.balance_weight > 0
     if config.objective == "ar":
-        with record_router_logits(model, enabled=records_routers) as router_logits:
-            logits = model(batch.input_ids, document_ids=batch.document_ids)
-        loss = ar_loss(logits, batch.input_ids, clean_weights, parallel.mean_over_processes)
-        losses = Losses(total=loss, ar=loss)
-        return _add_balance(losses, router_logits, batch.document_ids >= 0, model.config, config)
+        return _ar_losses(model, batch, config)
+    source = choose_canvas_source(
+        config.on_policy, counter_generator(config.seed, step, "canvas source")
+    )
+    if source == "replies":
+        return _reply_losses(model, batch, config, step, parent)
     blocks, noised = share_blocks(*draw_canvases(model, whole, config, step), *share)
-    with record_router_logits(model, enabled=records_routers) as router_logits:
+    if source == "previews":
+        noised = own_canvases(model, batch, blocks, config, step)
+    with record_router_logits(model, enabled=config.losses.balance_weight > 0) as router_logits:
         clean_logits, canvas_logits = model.two_stream(
             batch.input_ids,
             batch.document_ids,
@@ -482,16 +548,114 @@ def batch_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig, st
         clean_logits,
         canvas_logits,
         input_ids=batch.input_ids,
-        clean_weights=clean_weights,
+        clean_weights=_clean_weights(batch, config),
         block_starts=blocks.starts,
         targets=blocks.targets,
         is_token=blocks.is_token,
         noised=noised,
         config=config.losses,
+        parent_logits=_parent_logits(parent, batch),
         weight_mean=parallel.mean_over_processes,
     )
     is_valid = torch.cat([batch.document_ids >= 0, blocks.is_used.flatten(1)], dim=1)
     return _add_balance(losses, router_logits, is_valid, model.config, config)
+
+
+def _ar_losses(model: CloverForCausalLM, batch: Batch, config: TrainConfig) -> Losses:
+    with record_router_logits(model, enabled=config.losses.balance_weight > 0) as router_logits:
+        logits = model(batch.input_ids, document_ids=batch.document_ids)
+    loss = ar_loss(
+        logits, batch.input_ids, _clean_weights(batch, config), parallel.mean_over_processes
+    )
+    losses = Losses(total=loss, ar=loss)
+    return _add_balance(losses, router_logits, batch.document_ids >= 0, model.config, config)
+
+
+def _reply_losses(
+    model: CloverForCausalLM,
+    batch: Batch,
+    config: TrainConfig,
+    step: int,
+    parent: CloverForCausalLM | None,
+) -> Losses:
+    """Returns the losses of a step on replies that the model writes to the batch's prompts."""
+    assert config.num_token_ids is not None
+    written = write_replies(
+        model,
+        batch,
+        config.on_policy,
+        block_size=_step_block_size(config, step),
+        reserved_token_ids=reserved_token_ids(model.config, config.num_token_ids),
+        generators=row_generators(config, step, len(batch.input_ids)),
+    )
+    batch, starts = written.batch, written.block_starts
+    with record_router_logits(model, enabled=config.losses.balance_weight > 0) as router_logits:
+        clean_logits, canvas_logits = model.two_stream(
+            batch.input_ids,
+            batch.document_ids,
+            written.canvas,
+            starts,
+            coreset_size=annealed_coreset_size(step, config, model.config),
+        )
+    losses = on_policy_loss(
+        clean_logits,
+        canvas_logits,
+        clean_weights=_clean_weights(batch, config),
+        block_starts=starts,
+        masked=written.masked,
+        config=config.losses,
+        parent_logits=_parent_logits(parent, batch),
+        weight_mean=parallel.mean_over_processes,
+    )
+    is_used = (starts >= 0).repeat_interleave(written.canvas.shape[-1], dim=1)
+    is_valid = torch.cat([batch.document_ids >= 0, is_used], dim=1)
+    return _add_balance(losses, router_logits, is_valid, model.config, config)
+
+
+@torch.no_grad()
+def _parent_logits(parent: CloverForCausalLM | None, batch: Batch) -> Tensor | None:
+    """Returns the parent's causal logits over a batch, [B, T, V], if there is a parent."""
+    return None if parent is None else parent(batch.input_ids, document_ids=batch.document_ids)
+
+
+def _clean_weights(batch: Batch, config: TrainConfig) -> Tensor:
+    return ar_weights(batch.document_ids, batch.is_response, config.losses.prompt_weight)
+
+
+def own_canvases(
+    model: CloverForCausalLM, batch: Batch, blocks: Blocks, config: TrainConfig, step: int
+) -> NoisedBlocks:
+    """Returns the canvases that the model makes of masks in this process's blocks."""
+    assert model.config.diffusion is not None
+    on_policy = config.on_policy
+    generators = row_generators(config, step, len(batch.input_ids))
+    return preview_blocks(
+        blocks,
+        _learned_positions(blocks, config),
+        draw_num_previews(blocks.starts, on_policy.max_previews, generators),
+        threshold=on_policy.threshold,
+        mask_token_id=model.config.diffusion.mask_token_id,
+        eos_token_ids=model.config.eos_token_ids,
+        predict=_previewer(model, batch, blocks, config, step)[1],
+    )
+
+
+def row_generators(config: TrainConfig, step: int, num_rows: int) -> list[torch.Generator]:
+    """Returns a generator for each row of this process's share, the same whoever takes the row."""
+    first, stride = parallel.rank(), parallel.world_size()
+    return [
+        counter_generator(config.seed, step, f"own canvases of row {first + stride * row}")
+        for row in range(num_rows)
+    ]
+
+
+def _step_block_size(config: TrainConfig, step: int) -> int:
+    return choose_block_size(config.block_sizes, counter_generator(config.seed, step, "block size"))
+
+
+def _learned_positions(blocks: Blocks, config: TrainConfig) -> Tensor:
+    """Returns which canvas positions have a target, bool [B, N, n]."""
+    return blocks.is_used if config.losses.end_weight > 0 else blocks.is_token
 
 
 def draw_canvases(
@@ -503,15 +667,15 @@ def draw_canvases(
     """
     assert model.config.diffusion is not None
     mask_token_id = model.config.diffusion.mask_token_id
-    block_size = choose_block_size(
-        config.block_sizes, counter_generator(config.seed, step, "block size")
-    )
+    block_size = _step_block_size(config, step)
     generator = counter_generator(config.seed, step, "noise")
     skips = draw_skips(len(batch.spans), block_size, config.block_skip_probability, generator)
     blocks = cut_blocks(batch, block_size, skips=skips)
-    if not config.complementary_masks:
-        blocks = blocks.repeat(config.canvases_per_block)
-    is_learned = blocks.is_used if config.losses.end_weight > 0 else blocks.is_token
+    num_slots = config.canvas_tokens // block_size
+    if config.complementary_masks:
+        num_slots //= 2
+    blocks = fill_slots(blocks, num_slots, generator)
+    is_learned = _learned_positions(blocks, config)
     noised = noise_blocks(
         blocks.targets,
         is_learned,
@@ -522,7 +686,7 @@ def draw_canvases(
     )
     if config.complementary_masks:
         other = complement(noised, blocks.targets, is_learned, mask_token_id=mask_token_id)
-        blocks, noised = blocks.repeat(2), noised.beside(other)
+        blocks, noised = blocks.beside(blocks), noised.beside(other)
     if config.edits.probability > 0:
         text_ids, predict = _previewer(model, batch, blocks, config, step)
         noised = add_edits(
@@ -631,6 +795,34 @@ def _check_model(model: CloverForCausalLM, config: TrainConfig) -> None:
         )
 
 
+def _check_parent(
+    parent: CloverForCausalLM | None, model: CloverForCausalLM, config: TrainConfig
+) -> None:
+    if (parent is not None) != config.losses.needs_parent:
+        needs = "needs a parent" if config.losses.needs_parent else "makes no use of a parent"
+        found = "none" if parent is None else "one"
+        raise TrainingInputError(
+            f"a run with losses.teacher {config.losses.teacher!r} and these weights {needs}, found "
+            f"{found}"
+        )
+    if parent is None:
+        return
+    if parent.config.diffusion is not None:
+        raise TrainingInputError(
+            "expected an autoregressive parent as teacher, found a Clover model"
+        )
+    if parent.config.vocab_size != model.config.vocab_size:
+        raise TrainingInputError(
+            f"the parent's vocab_size is {parent.config.vocab_size}, the model's "
+            f"{model.config.vocab_size}: distributions over other words cannot be compared"
+        )
+    if config.row_length > parent.config.max_position_embeddings:
+        raise TrainingInputError(
+            f"row_length {config.row_length} is above the parent's "
+            f"{parent.config.max_position_embeddings}"
+        )
+
+
 @torch.no_grad()
 def _load_parameters(model: CloverForCausalLM, saved: Mapping[str, Tensor]) -> None:
     """Copies saved parameters into the model. A tied weight was saved once."""
@@ -706,10 +898,7 @@ class _Meter:
         event = StepEvent(
             step=step,
             num_steps=num_steps,
-            losses={
-                name: sum(row[name] for row in self._rows) / len(self._rows)
-                for name in self._rows[0]
-            },
+            losses=_means(self._rows),
             learning_rate=self._learning_rate,
             grad_norm=sum(self._norms) / len(self._norms),
             tokens_per_second=self._tokens / seconds,
@@ -729,6 +918,15 @@ class _Meter:
             tokens_per_second=self._tokens_total / seconds,
             peak_memory_bytes=peak_memory_bytes(),
         )
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each name over the rows that have it: not every step has every loss."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in columns.items()}
 
 
 def peak_memory_bytes() -> int:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import resource
 import subprocess
 import sys
@@ -141,7 +142,10 @@ def test_the_surface_is_what_the_readme_says() -> None:
         *("--thinking", "--no-thinking", "--system", "--tools", "--device"),
     }
     expected = {
-        "generate": knobs | {"--raw", "--examples", "--compare", "--parent", "--json"},
+        "generate": {
+            *(knobs | {"--raw", "--examples", "--compare", "--parent", "--json"}),
+            *("--json-schema", "--regex", "--tool-choice"),
+        },
         "chat": knobs,
         "convert": {"--block-size", "--mask-token-id", "--coreset", "--no-shift", "--force"},
         "inspect": {"--json", "--training", "--gpus"},
@@ -260,6 +264,9 @@ def test_a_stop_string_ends_the_text_before_it(run: Run, folders: Folders) -> No
         (("generate", "x", "--device", "meta"), "allowed: auto, cpu, cuda"),
         (("generate", "x", "--device", "cuda:99"), "allowed: auto, cpu, cuda"),
         (("generate", "x", "--parent", "elsewhere"), "--compare"),
+        (("generate", "x", "--json-schema", "no-such.json"), "no-such.json"),
+        (("generate", "x", "--regex", "a", "--tool-choice", "auto"), "--regex and --tool-choice"),
+        (("generate", "--examples", "1", "--regex", "a"), "--examples"),
         (("inspect", "no-such-folder"), "no-such-folder"),
         (("convert", "no-such-folder", "out"), "no-such-folder"),
         (("train", "out"), "--recipe or --data"),
@@ -315,6 +322,41 @@ def test_a_block_size_is_refused_where_there_are_no_blocks(run: Run, folders: Fo
         done = run("generate", "x", "--block-size", "4", *arguments)
         assert (done.code, done.out) == (2, "")
         assert "block_size is 4" in done.err
+
+
+def test_the_form_of_the_answer_can_be_demanded(run: Run, folders: Folders, tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 3}, "on": {"type": "boolean"}},
+        "required": ["name", "on"],
+        "additionalProperties": False,
+    }
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "tools.json").write_text(json.dumps([{"name": "f", "parameters": schema}]))
+    answer = ("generate", "x", "-m", folders.clover, "--no-thinking", "--temperature", "1")
+    as_json = run(*answer, "--json-schema", str(tmp_path / "schema.json"))
+    assert as_json.code == 0
+    assert list(json.loads(as_json.out)) == ["name", "on"]
+    matched = run(*answer, "--regex", "(ab|cd){2}", "--compare", "--parent", folders.parent)
+    assert re.fullmatch("(ab|cd){2}\n", matched.out)
+    choice = ("--tools", str(tmp_path / "tools.json"), "--tool-choice", "f")
+    call = json.loads(run(*answer, *choice).out.splitlines()[0])
+    assert call["name"] == "f"
+    assert isinstance(call["arguments"]["on"], bool)
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"), [("[]", "a JSON object, found list"), ('{"not": {}}', "not")]
+)
+def test_a_schema_that_cannot_be_used_is_refused_before_the_first_pass(
+    run: Run, folders: Folders, tmp_path: Path, schema: str, named: str
+) -> None:
+    (tmp_path / "schema.json").write_text(schema)
+    done = run(
+        "generate", "x", "-m", folders.clover, "--json-schema", str(tmp_path / "schema.json")
+    )
+    assert (done.code, done.out) == (2, "")
+    assert named in done.err
 
 
 def test_a_bad_tool_is_refused_before_the_first_pass(

@@ -24,7 +24,7 @@ from clover.diffusion.requests import (
 )
 from clover.diffusion.sampling import SamplingParams
 from clover.engine.engine import Engine, EngineConfig
-from clover.engine.request import EngineRequest
+from clover.engine.request import EngineRequest, Failed
 from clover.model.transformer import CloverForCausalLM
 
 MASK_ID = 63
@@ -38,7 +38,7 @@ def as_letters(token_ids: list[int]) -> str:
 policies: st.SearchStrategy[Policy] = st.one_of(
     st.builds(Threshold, threshold=st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0])),
     st.builds(EntropyBound, bound=st.sampled_from([0.0, 0.5, 2.0])),
-    st.builds(Exact, draft_passes=st.integers(1, 3), threshold=st.sampled_from([0.2, 0.6])),
+    st.builds(Exact, threshold=st.sampled_from([0.0, 0.2, 0.6, 1.0])),
     st.just(Autoregressive()),
 )
 samplings = st.builds(
@@ -128,6 +128,8 @@ def serve(engine: Engine, plan: list[Visit]) -> dict[int, GenerationResult]:
                 case Finished():
                     results[number] = event.result
                     assert tuple(final.get(number, ())) == event.result.token_ids
+                case Failed():
+                    raise event.error
         step += 1
     return results
 
@@ -170,7 +172,6 @@ def assert_empty(engine: Engine) -> None:
     assert engine.step() == []
     assert engine.runner.jobs == []
     assert engine.runner.cache.batch_size == 0
-    assert len(engine.runner.last_hidden) == 0
     prefixes = engine.runner.prefix_cache
     assert prefixes.num_bytes <= engine.config.prefix_cache_bytes
 

@@ -71,7 +71,7 @@ def random_policy(rng: random.Random) -> Policy:
     policies: list[Policy] = [
         Threshold(threshold=rng.random()),
         EntropyBound(bound=rng.uniform(0, 5)),
-        Exact(draft_passes=rng.randrange(1, 4), threshold=rng.random()),
+        Exact(threshold=rng.random()),
         Autoregressive(),
     ]
     return rng.choice(policies)
@@ -173,7 +173,7 @@ def test_exact_is_autoregressive_token_for_token_under_any_knobs(
     rng = random.Random(block_size)
     requests = [random_request(rng) for _ in range(24)]
     drafted = [
-        replace(request, policy=Exact(draft_passes=1 + i % 3, threshold=0.5))
+        replace(request, policy=Exact(threshold=(0.0, 0.5, 0.9)[i % 3]))
         for i, request in enumerate(requests)
     ]
     plain = [replace(request, policy=Autoregressive()) for request in requests]

@@ -31,7 +31,7 @@ POLICIES: tuple[Policy, ...] = (
     Threshold(threshold=0.5),
     EntropyBound(bound=1.5),
     Exact(),
-    Exact(draft_passes=3, threshold=0.5),
+    Exact(threshold=0.0),
     Autoregressive(),
 )
 
@@ -135,7 +135,7 @@ def test_without_the_shift_predictions_are_read_in_place(in_place_model: CloverF
     assert result.token_ids == tuple(allowed_argmax(preview)[0].tolist())
 
 
-@pytest.mark.parametrize("policy", [Exact(), Exact(draft_passes=2, threshold=0.3)])
+@pytest.mark.parametrize("policy", [Exact(), Exact(threshold=0.0)])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_exact_without_the_shift_is_autoregressive_too(
     in_place_model: CloverForCausalLM, policy: Policy, temperature: float
@@ -274,10 +274,21 @@ def test_autoregressive_takes_exactly_one_pass_a_token(model: CloverForCausalLM)
     assert run_one(model, Autoregressive(), stop=(as_letters(tokens[4:6]),)).stats.tpf == 1.0
 
 
-def test_exact_counts_drafts_and_verifications(model: CloverForCausalLM) -> None:
-    stats = run_one(model, Exact()).stats
-    assert stats.passes == stats.previews + stats.commits
-    assert stats.previews == stats.commits  # one draft pass each
+def test_exact_verifies_and_drafts_in_one_pass_and_never_takes_more_than_one_a_token(
+    model: CloverForCausalLM,
+) -> None:
+    for threshold in (0.0, 0.3, 1.0):
+        stats = run_one(model, Exact(threshold=threshold)).stats
+        assert stats.passes == stats.previews == stats.commits <= stats.tokens
+
+
+def test_a_draft_that_is_right_needs_no_pass_of_its_own(model: CloverForCausalLM) -> None:
+    always_nine = SamplingParams(temperature=0.0, logit_bias={9: 100.0})
+    stats = run_one(
+        model, Exact(threshold=0.0), sampling=always_nine, max_tokens=1 + 2 * BLOCK_SIZE
+    ).stats
+    # The first pass has no draft; then each has one of n - 1 tokens and adds the token after it
+    assert (stats.tokens, stats.passes) == (1 + 2 * BLOCK_SIZE, 3)
 
 
 def test_block_size_one_with_the_shift_is_autoregressive(model: CloverForCausalLM) -> None:

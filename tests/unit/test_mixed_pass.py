@@ -22,10 +22,12 @@ from clover.model.transformer import CloverForCausalLM
 TOLERANCE = 1e-4
 """fp32 logits near 1, the same formula with other shapes of products."""
 
-LENGTHS = [12, 0, 5, 9, 1]  # history
-CLEAN = [3, 4, 0, 6, 1]
-CANVAS = [8, 0, 5, 0, 1]
-ACCEPTED = [3, 4, 0, 2, 1]
+# A commit with a preview, a prefill, a preview, a verification, a canvas of one, a verification with
+# a preview, an autoregressive step
+LENGTHS = [12, 0, 5, 9, 1, 7, 11]  # history
+CLEAN = [3, 4, 0, 6, 1, 5, 1]
+CANVAS = [8, 0, 5, 0, 1, 8, 0]
+ACCEPTED = [3, 4, 0, 2, 1, 2, 1]
 
 
 @functools.cache
@@ -98,6 +100,14 @@ def test_every_row_of_a_mixed_pass_is_as_if_alone(mlp: str) -> None:
         if size:
             previewed = model.preview(committed, canvas[row : row + 1, :size])
             assert (logits[row : row + 1, 6 : 6 + size] - previewed).abs().max() <= TOLERANCE
+        if num_clean and size:
+            one_canvas = canvas[row : row + 1, :size]
+            verified, previewed, _ = model.verify_and_preview(
+                filled_cache(model).select([row]), tokens, one_canvas
+            )
+            both = torch.cat([verified, previewed], dim=1)[0]
+            found = torch.cat([logits[row, :num_clean], logits[row, 6 : 6 + size]])
+            assert (found - both).abs().max() <= TOLERANCE
         assert cache.lengths[row] == alone.lengths[0] == LENGTHS[row] + accepted
         probe = random_ids(4, seed=3)[:1]
         found = model.commit(cache.select([row]), probe)
@@ -138,4 +148,4 @@ def test_counts_past_what_was_given_are_refused() -> None:
     model = random_model("dense")
     clean, canvas = random_ids(6, seed=1), random_ids(8, seed=2)
     with pytest.raises(ValueError, match="tokens per row"):
-        model.mixed_pass(filled_cache(model), clean, canvas, CLEAN, [9, 0, 0, 0, 0])
+        model.mixed_pass(filled_cache(model), clean, canvas, CLEAN, [9, *[0] * 6])

@@ -1,4 +1,4 @@
-"""Routing, the experts' two ways of computing, and the coreset that a preview's block shares."""
+"""Routing, the ways to compute the experts, and the coreset that a preview's block shares."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ HIDDEN_SIZE = 12
 
 
 def random_moe(
-    num_experts: int, per_token: int, coreset_size: int | None = None, seed: int = 0
+    num_experts: int,
+    per_token: int,
+    coreset_size: int | None = None,
+    seed: int = 0,
+    hidden_size: int = HIDDEN_SIZE,
 ) -> SparseMoe:
     config = MoeConfig(
         num_experts=num_experts,
@@ -46,7 +50,7 @@ def random_moe(
         moe_intermediate_size=8,
         shared_expert_intermediate_size=10,
     )
-    moe = SparseMoe(config, HIDDEN_SIZE, coreset_size)
+    moe = SparseMoe(config, hidden_size, coreset_size)
     generator = torch.Generator().manual_seed(seed)
     for weight in moe.parameters():
         weight.data = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
@@ -131,6 +135,28 @@ def test_the_experts_equal_their_own_reference(
     with torch.no_grad():
         error = experts(x, weights, indices) - experts.forward_reference(x, weights, indices)
     assert error.abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.bfloat16, BF16_TOLERANCE)]
+)
+@pytest.mark.parametrize(
+    ("num_experts", "per_token", "tokens"), [(6, 2, 10), (40, 5, 70), (9, 1, 1)]
+)
+def test_grouped_products_equal_the_experts_reference(
+    num_experts: int, per_token: int, tokens: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    experts: Experts = random_moe(num_experts, per_token, hidden_size=16).experts.to(dtype)
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(tokens, 16, generator=generator).to(dtype)
+    # The last expert gets no token: a group may be empty.
+    scores = torch.rand(tokens, num_experts - 1, generator=generator)
+    weights, indices = scores.topk(per_token)
+    with torch.no_grad():
+        found = experts._forward_grouped(x, weights.to(dtype), indices)
+        expected = experts.float().forward_reference(x.float(), weights, indices)
+    assert found.dtype == dtype
+    assert (found - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("tokens", [10, 90])

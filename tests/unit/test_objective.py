@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from clover.diffusion.objective import (
     diffusion_weights,
     distillation_loss,
     load_balancing_loss,
+    on_policy_loss,
     two_stream_loss,
     weighted_cross_entropy,
+    weighted_divergence,
 )
 from clover.errors import ConfigError
 
@@ -166,6 +169,25 @@ def test_distillation_compares_with_the_clean_token_before_and_spares_the_teache
     assert not canvas.grad[~masked].any()
 
 
+def test_divergence_from_a_teacher_is_the_weighted_mean_over_the_whole_batch(
+    clean: Tensor, seeded: torch.Generator
+) -> None:
+    teacher = torch.randn(B, T, V, generator=seeded, requires_grad=True)
+    weights = torch.rand(B, T, generator=seeded)
+    weights[0] = 0.0
+    clean.requires_grad_()
+    expected = 0.0
+    for t in range(T):
+        p, q = teacher[1, t].softmax(-1), clean[1, t].softmax(-1)
+        expected += float(weights[1, t] * (p * (p / q).log()).sum().detach())
+    found = weighted_divergence(clean, teacher, weights)
+    assert abs(float(found.detach()) - expected / float(weights.sum())) < TOLERANCE
+    found.backward()
+    assert teacher.grad is None
+    assert clean.grad is not None and clean.grad[1].any() and not clean.grad[0].any()
+    assert float(weighted_divergence(clean, teacher, torch.zeros(B, T)).detach()) == 0.0
+
+
 def test_weights_by_level_are_its_inverse_where_masked(masked: Tensor) -> None:
     level = torch.tensor([[0.5, 0.25, 1.0], [0.1, 1.0, 0.8]])
     noised = _noised(masked, level=level)
@@ -295,6 +317,45 @@ def test_two_stream_loss_is_the_weighted_sum_of_its_parts(
         for index in map(tuple, masked.nonzero().tolist())
     ]
     assert abs(float(losses.diffusion) - sum(expected) / len(expected)) < TOLERANCE
+
+
+@pytest.mark.parametrize("teacher", ["self", "parent"])
+def test_the_teacher_of_the_canvas_is_the_one_that_the_config_names(
+    clean: Tensor, canvas: Tensor, targets: Tensor, masked: Tensor, teacher: Any
+) -> None:
+    parent = clean.flip(-1)
+    config = ObjectiveConfig(
+        ar_weight=0.5,
+        distillation_weight=0.2,
+        clean_distillation_weight=0.3 if teacher == "parent" else 0.0,
+        teacher=teacher,
+    )
+    clean_weights = torch.arange(B * T).view(B, T) % 3.0
+    shared: dict[str, Tensor] = {"clean_weights": clean_weights, "block_starts": STARTS}
+    labelled = two_stream_loss(
+        clean,
+        canvas,
+        input_ids=torch.zeros(B, T, dtype=torch.long),
+        targets=targets,
+        is_token=torch.ones_like(masked),
+        noised=_noised(masked),
+        config=config,
+        parent_logits=parent,
+        **shared,
+    )
+    own = on_policy_loss(
+        clean, canvas, masked=masked, config=config, parent_logits=parent, **shared
+    )
+    aligned = align_canvas_logits(clean, canvas, STARTS, shift_logits=True)
+    rows = parent if teacher == "parent" else clean
+    expected = 0.2 * distillation_loss(aligned, rows, STARTS, masked)
+    if teacher == "parent":
+        expected = expected + 0.3 * weighted_divergence(clean, parent, clean_weights)
+    assert labelled.ar is not None and labelled.diffusion is not None
+    assert own.ar is None and own.diffusion is None
+    assert abs(float(own.total - expected)) < TOLERANCE
+    labels = labelled.diffusion + 0.5 * labelled.ar
+    assert abs(float(labelled.total - labels - expected)) < TOLERANCE
 
 
 def test_parts_of_weight_zero_are_not_computed(

@@ -21,6 +21,7 @@ from clover.train.packing import (
     PackerState,
     best_fit,
     cut_blocks,
+    fill_slots,
     pack_all,
     pack_rows,
 )
@@ -173,6 +174,32 @@ def test_first_block_starts_where_the_response_starts() -> None:
     assert blocks.starts.tolist() == [[2, 6, 10]]
     assert blocks.is_token.int().tolist() == [[[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]]
     assert blocks.targets.tolist() == [[[30, 31, 32, 33], [34, 34, 34, 34], [30, 31, 32, 33]]]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+def test_slots_hold_the_blocks_of_their_row_as_evenly_as_they_can(num_slots: int) -> None:
+    rows = [[_document(2, 9), _document(1, 3)], [_document(3, 2)], []]
+    batch = pack_rows(rows, row_length=20, pad_token_id=PAD)
+    blocks = cut_blocks(batch, 4)
+    filled = fill_slots(blocks, num_slots, torch.Generator().manual_seed(0))
+    for row, starts in enumerate(filled.starts.tolist()):
+        own = [start for start in blocks.starts[row].tolist() if start >= 0]
+        if not own:
+            assert starts == [-1] * num_slots
+            continue
+        counts = [starts.count(start) for start in own]
+        assert sum(counts) == num_slots and max(counts) - min(counts) <= 1
+        for slot, start in enumerate(starts):
+            where = blocks.starts[row].tolist().index(start)
+            assert torch.equal(filled.targets[row, slot], blocks.targets[row, where])
+            assert torch.equal(filled.is_token[row, slot], blocks.is_token[row, where])
+
+
+def test_blocks_are_left_out_by_chance() -> None:
+    batch = pack_rows([[_document(2, 12)]], row_length=20, pad_token_id=PAD)
+    blocks, generator = cut_blocks(batch, 4), torch.Generator().manual_seed(0)
+    kept = {int(fill_slots(blocks, 1, generator).starts) for _ in range(50)}
+    assert kept == set(blocks.starts[0].tolist())
 
 
 def test_packed_documents_never_see_each_other(tiny_config) -> None:  # type: ignore[no-untyped-def]

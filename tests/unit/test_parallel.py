@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from clover.model.transformer import CloverForCausalLM
 from clover.train import parallel
 from clover.train.data import Document, DocumentSource
 from clover.train.events import StepEvent
+from clover.train.on_policy import OnPolicyConfig
 from clover.train.optimizer import OptimizerConfig
 from clover.train.packing import pack_rows
 from clover.train.trainer import TrainConfig, batch_losses, train
@@ -78,11 +80,24 @@ def rich_config(parallelism: Any = "ddp", *, model_share: float = 0.0) -> TrainC
         parallelism,
         steps=3,
         losses=ObjectiveConfig(balance_weight=0.1, kept_weight=0.1),
-        canvases_per_block=2,
         complementary_masks=True,
         edits=EditConfig(probability=0.3, model_share=model_share),
         num_token_ids=25,
         ema_decay=0.0 if parallelism == "fsdp" else 0.5,
+    )
+
+
+def distilled_config(parallelism: Any = "ddp") -> TrainConfig:
+    """A run with a parent as teacher; where decoding is possible, on the model's own text too."""
+    own = OnPolicyConfig(reply_probability=0.4, canvas_probability=0.3, threshold=0.02)
+    return run_config(
+        parallelism,
+        steps=4,
+        losses=ObjectiveConfig(
+            distillation_weight=1.0, clean_distillation_weight=0.5, teacher="parent"
+        ),
+        on_policy=OnPolicyConfig() if parallelism == "fsdp" else own,
+        num_token_ids=25,
     )
 
 
@@ -92,6 +107,7 @@ def curve(
     source: DocumentSource | None = None,
     *,
     resume: bool = False,
+    parent: CloverForCausalLM | None = None,
 ) -> list[StepEvent]:
     """Trains the model and returns what was reported of every step."""
     events: list[StepEvent] = []
@@ -100,7 +116,7 @@ def curve(
         if isinstance(event, StepEvent):
             events.append(event)
 
-    train(model, config, source or Echo(), on_event=on_event, resume=resume)
+    train(model, config, source or Echo(), on_event=on_event, resume=resume, parent=parent)
     return events
 
 
@@ -136,7 +152,7 @@ import dataclasses, json, os, shutil, signal, sys
 from pathlib import Path
 import torch
 from conftest import make_tiny_config
-from test_parallel import Echo, curve, new_model, rich_config, run_config
+from test_parallel import Echo, curve, distilled_config, new_model, rich_config, run_config
 from clover.train import parallel
 
 parallelism, out = sys.argv[1], Path(sys.argv[2])
@@ -172,6 +188,9 @@ with parallel.process_group():
         assert torch.equal(found, parallel.whole_tensor(expected)), name
 
     results["rich"] = curve(new_model(make_tiny_config()), rich_config(parallelism))
+    parent = new_model(make_tiny_config(diffusion=False), seed=2)
+    model = new_model(make_tiny_config())
+    results["distilled"] = curve(model, distilled_config(parallelism), parent=parent)
     if parallelism == "ddp":
         model = new_model(make_tiny_config())
         results["previewed"] = curve(model, rich_config(model_share=0.5))
@@ -216,6 +235,14 @@ def test_two_processes_give_the_loss_curve_of_one(
         for event, (losses, _) in zip(others, results[name], strict=True):
             assert "balance" in losses
             assert losses == pytest.approx(event.losses, rel=LOSS_TOLERANCE)
+    parent = new_model(tiny_config(diffusion=False), seed=2)
+    config = dataclasses.replace(distilled_config(parallelism), parallelism="ddp")
+    others = curve(new_model(tiny_config()), config, parent=parent)
+    for event, (losses, _) in zip(others, results["distilled"], strict=True):
+        assert "clean_distillation" in losses
+        assert losses == pytest.approx(event.losses, rel=LOSS_TOLERANCE)
+    if parallelism == "ddp":
+        assert 0 < sum("on_policy" in event.losses for event in others) < len(others)
     if parallelism == "fsdp":
         for event, (losses, _) in zip(expected, results["bf16"], strict=True):
             assert losses == pytest.approx(event.losses, rel=BF16_TOLERANCE)

@@ -68,9 +68,7 @@ def test_entropy_bound_zero_keeps_the_most_certain_one() -> None:
     assert kept.tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize(
-    "policy", [Threshold(threshold=1.0), EntropyBound(bound=0.0), Exact(draft_passes=3)]
-)
+@pytest.mark.parametrize("policy", [Threshold(threshold=1.0), EntropyBound(bound=0.0)])
 def test_at_least_one_position_is_kept_while_any_is_open(policy: Threshold | EntropyBound) -> None:
     for flags in itertools.product([False, True], repeat=3):
         is_open = torch.tensor(flags)
@@ -81,20 +79,19 @@ def test_at_least_one_position_is_kept_while_any_is_open(policy: Threshold | Ent
         assert not (kept & ~is_open).any()
 
 
-def test_exact_fills_everything_in_its_last_draft_pass() -> None:
-    policy, confidence = Exact(draft_passes=2, threshold=0.5), torch.tensor([0.6, 0.1, 0.2, 0.3])
-    kept = [
-        choose_positions(
-            policy,
-            confidence=confidence,
+def test_a_draft_ends_before_the_first_doubtful_prediction() -> None:
+    for confidence, length in [
+        ([0.6, 0.5, 0.4, 0.9], 2),
+        ([0.4, 0.9, 0.9, 0.9], 0),
+        ([1.0] * 4, 4),
+    ]:
+        kept = choose_positions(
+            Exact(threshold=0.5),
+            confidence=torch.tensor(confidence),
             entropy=torch.zeros(4),
             is_open=ALL_OPEN,
-            num_passes=num_passes,
         )
-        for num_passes in (1, 2)
-    ]
-    assert kept[0].tolist() == [True, False, False, False]
-    assert kept[1].all()
+        assert kept.tolist() == [position < length for position in range(4)]
 
 
 def test_policies_work_on_the_last_axis_of_any_shape() -> None:
@@ -118,7 +115,7 @@ def test_policies_work_on_the_last_axis_of_any_shape() -> None:
         ("entropy_bound", EntropyBound()),
         ("entropy_bound=0.5", EntropyBound(bound=0.5)),
         ("exact", Exact()),
-        ("exact=3", Exact(draft_passes=3)),
+        ("exact=0.8", Exact(threshold=0.8)),
         ("autoregressive", Autoregressive()),
     ],
 )
@@ -138,8 +135,8 @@ def test_a_policy_is_read_from_its_name_and_value(text: str, policy: Policy) -> 
         ("threshold=nan", "threshold is nan"),
         ("entropy_bound=-1", "bound is -1.0; allowed: 0 or more"),
         ("entropy_bound=inf", "bound is inf"),
-        ("exact=0", "draft_passes is 0; allowed: an integer >= 1"),
-        ("exact=1.5", "exact[=draft passes, a whole number]"),
+        ("exact=1.5", "threshold is 1.5; allowed: 0 to 1"),
+        ("exact=long", "exact[=0..1]"),
     ],
 )
 def test_a_policy_that_is_not_understood_says_what_is_wrong(text: str, named: str) -> None:

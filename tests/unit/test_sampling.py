@@ -99,6 +99,19 @@ def test_confidence_is_the_largest_probability_among_allowed_ids() -> None:
     assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in probs), rel=1e-6)
 
 
+def test_what_a_constraint_excludes_is_neither_drawn_nor_counted_in_the_confidence() -> None:
+    logits = random_logits(2, 3)
+    allowed = torch.rand(2, 3, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) < 0.3
+    params = [SamplingParams(), SamplingParams(temperature=2.0, seed=4, logit_bias={0: 100.0})]
+    prediction = predict(
+        logits, params, row_positions(2, 3), forbidden_ids=torch.tensor([MASK_ID]), allowed=allowed
+    )
+    allowed[..., MASK_ID] = False
+    assert allowed.gather(-1, prediction.tokens[..., None]).all()
+    expected = logits.masked_fill(~allowed, -torch.inf).softmax(-1).amax(-1)
+    torch.testing.assert_close(prediction.confidence, expected)
+
+
 def test_a_forbidden_id_is_never_drawn_whatever_its_logit_and_bias() -> None:
     logits = random_logits(1, 200)
     logits[..., MASK_ID] = 50.0

@@ -33,9 +33,19 @@ from clover.tasks import (
 from clover.tasks import domains as domains_module
 from clover.tasks.__main__ import page
 from clover.tasks.columns import work_out_step
-from clover.tasks.domains import DOMAINS, Domain
+from clover.tasks.domains import DOMAINS, Domain, draw_domain
 from clover.tasks.parted import Parted
-from clover.tasks.words import CHOICES, CITIES, COLORS, NAMES, NOUNS, THINGS, Pool, is_held_out
+from clover.tasks.words import (
+    CHOICES,
+    CITIES,
+    COLORS,
+    NAMES,
+    NOUNS,
+    THINGS,
+    Pool,
+    invented_word,
+    is_held_out,
+)
 from clover.tokenizer import Tokenizer
 
 NEW_FAMILIES = tuple(family for family in ALL_FAMILIES if family not in FAMILIES)
@@ -226,6 +236,30 @@ def test_there_are_forty_domains_to_train_on_and_eight_that_no_training_sees() -
     assert not any(is_held_out(domain.noun) for domain in DOMAINS.train)
 
 
+def test_half_of_the_domains_of_training_are_made_up_and_no_held_out_one_is() -> None:
+    rng = random.Random(0)
+    known = {domain.noun for domain in DOMAINS.train}
+    drawn = [draw_domain(rng, held_out=False) for _ in range(MANY)]
+    made_up = [domain for domain in drawn if domain.noun not in known]
+    assert 0.4 * MANY < len(made_up) < 0.6 * MANY
+    for domain in made_up:
+        names = [field.name for field in domain.fields]
+        assert len(set(names)) == len(names)
+        assert not domain.synonyms
+        assert not is_held_out(domain.noun)
+    assert all(draw_domain(rng, held_out=True) in DOMAINS.held_out for _ in range(MANY))
+
+
+def test_made_up_words_are_in_no_list_and_not_held_out() -> None:
+    rng = random.Random(0)
+    pools = (NOUNS, NAMES, CITIES, THINGS, COLORS, CHOICES)
+    listed = {word.lower() for pool in pools for word in (*pool.train, *pool.held_out)}
+    words = {invented_word(rng) for _ in range(2_000)}
+    assert len(words) > 1_900
+    assert not words & listed
+    assert not any(map(is_held_out, words))
+
+
 def test_a_held_out_domain_shares_no_schema_with_training() -> None:
     def schemas(split: str) -> set[str]:
         found = set[str]()
@@ -308,14 +342,15 @@ def test_calls_use_offered_tools_and_give_every_required_argument() -> None:
 
 
 def test_no_offered_tool_fits_where_the_reply_says_so() -> None:
+    synonyms = {domain.noun: domain.synonyms for domain in DOMAINS.train}  # made-up nouns have none
     for task in tasks("tool_use", "train"):
         if task.reply.content == "None of my tools can do that.":
             assert task.check is not None
             asked = task.messages[0].content.lower()
             for tool in task.tools:
                 noun = tool["function"]["name"].split("_")[1]
-                domain = next(each for each in DOMAINS.train if each.noun == noun)
-                if any(re.search(rf"\b{name}\b", asked) for name in (noun, *domain.synonyms)):
+                names = (noun, *synonyms.get(noun, ()))
+                if any(re.search(rf"\b{name}\b", asked) for name in names):
                     # The noun fits, so the verb must not: a find tool would do for any request
                     assert not tool["function"]["name"].startswith(("find_", "get_"))
 

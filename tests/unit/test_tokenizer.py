@@ -70,6 +70,14 @@ def test_the_length_counts_added_tokens() -> None:
     assert len(TOKENIZER) == FILE.get_vocab_size(with_added_tokens=False) + len(TAGS)
 
 
+def test_the_vocabulary_has_the_bytes_of_every_id_and_the_added_tokens_are_known() -> None:
+    vocabulary = TOKENIZER.vocabulary()
+    assert len(vocabulary) == len(TOKENIZER)
+    assert b"".join(vocabulary[token_id] for token_id in TOKENIZER.encode(TEXT)) == TEXT.encode()
+    added = {vocabulary[token_id].decode() for token_id in TOKENIZER.added_token_ids}
+    assert added == {*SPECIAL, *TAGS}
+
+
 def test_special_tokens_in_a_text_are_one_id_each() -> None:
     ids = TOKENIZER.encode("<|im_start|><think></think><|im_end|><|mask|>")
     assert ids == [

@@ -48,6 +48,7 @@ ConfigFactory = Callable[..., ModelConfig]
 # Newton-Schulz leaves singular values in about [0.7, 1.2]; bf16 widens that a little
 SINGULAR_VALUES = (0.6, 1.3)
 STEP_TOLERANCE = 1e-5  # fp32 against the same formula in another order
+COMPILED_TOLERANCE = 1e-4  # fused kernels round elsewhere, and three steps add that up
 
 
 class _Echo:
@@ -106,7 +107,6 @@ def _stop_after(step: int) -> Callable[[TrainEvent], None]:
 # What is off by default and has a state or draws numbers
 EVERYTHING: dict[str, Any] = {
     "losses": ObjectiveConfig(balance_weight=0.1, kept_weight=0.1),
-    "canvases_per_block": 2,
     "complementary_masks": True,
     "edits": EditConfig(probability=0.3, model_share=0.5),
     "num_token_ids": 25,
@@ -489,7 +489,7 @@ def test_canvases_of_one_block_do_not_see_each_other(tiny_config: ConfigFactory)
     batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
     blocks = cut_blocks(batch, 4)
     canvases = [torch.full_like(blocks.targets, 7), blocks.targets]
-    twice = blocks.repeat(2)
+    twice = blocks.beside(blocks)
     inputs = batch.input_ids, batch.document_ids
     clean, both = model.two_stream(*inputs, torch.cat(canvases, dim=1), twice.starts)
     for canvas, logits in zip(canvases, both.chunk(2, dim=1), strict=True):
@@ -502,8 +502,8 @@ def test_each_canvas_of_a_block_is_noised_for_itself(tiny_config: ConfigFactory)
     model = _model(tiny_config())
     batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
     losses = [
-        batch_losses(model, batch, _config("two_stream", canvases_per_block=k), 0).total.item()
-        for k in (1, 2, 3)
+        batch_losses(model, batch, _config("two_stream", canvas_length=length), 0).total.item()
+        for length in (20, 40, 60)
     ]
     assert len(set(losses)) == 3
 
@@ -614,7 +614,7 @@ def test_edits_of_a_step_are_wrong_never_reserved_and_those_of_its_seed(
     config = _config(
         "two_stream",
         edits=EditConfig(probability=0.5, model_share=model_share),
-        canvases_per_block=4,
+        canvas_length=80,
         num_token_ids=25,
     )
     blocks, noised = draw_canvases(model, batch, config, 3)
@@ -623,7 +623,7 @@ def test_edits_of_a_step_are_wrong_never_reserved_and_those_of_its_seed(
     assert (wrong != blocks.targets[noised.edited]).all() and (wrong < 25).all()
     assert torch.equal(noised.canvas, draw_canvases(model, batch, config, 3)[1].canvas)
     # Masks are those of a run without edits
-    plain = draw_canvases(model, batch, _config("two_stream", canvases_per_block=4), 3)[1]
+    plain = draw_canvases(model, batch, _config("two_stream", canvas_length=80), 3)[1]
     assert torch.equal(plain.masked, noised.masked)
 
 
@@ -632,11 +632,11 @@ def test_complementary_canvases_mask_every_token_between_them(
 ) -> None:
     model = _model(tiny_config())
     batch = pack_rows([[_Echo().document(i) for i in range(3)]], row_length=40, pad_token_id=0)
-    config = _config("two_stream", canvases_per_block=2, complementary_masks=True)
+    config = _config("two_stream", canvas_length=24, complementary_masks=True)
     blocks, noised = draw_canvases(model, batch, config, 1)
     first, second = noised.masked.chunk(2, dim=1)
     is_token = blocks.is_token.chunk(2, dim=1)[0]
-    assert torch.equal(blocks.starts, blocks.starts[:, : first.shape[1]].repeat(1, 2))
+    assert torch.equal(*blocks.starts.chunk(2, dim=1))
     assert bool((first | second)[is_token].all())
     assert bool(second.any(-1)[is_token.any(-1)].all())
 
@@ -680,13 +680,9 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
     ("field", "value", "message"),
     [
         ("steps", 0, "steps must be at least 1, found 0"),
-        ("canvases_per_block", 0, "canvases_per_block must be at least 1, found 0"),
+        ("canvas_length", 0, "canvas_length must be at least 4, for blocks of 4 tokens, found 0"),
+        ("canvas_length", 3, "canvas_length must be at least 4, for blocks of 4 tokens, found 3"),
         ("prefix_probability", -0.5, r"prefix_probability must be in \[0, 1\], found -0.5"),
-        (
-            "complementary_masks",
-            True,
-            "complementary_masks need canvases_per_block to be 2, found 1",
-        ),
         (
             "edits",
             EditConfig(probability=0.1),
@@ -701,7 +697,7 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
 )
 def test_a_config_outside_its_range_is_refused(field: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _config(**{field: value})
+        _config("two_stream", **{field: value})
 
 
 @pytest.mark.parametrize(
@@ -728,6 +724,7 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: 
 
 
 @pytest.mark.slow  # a minute of compiling
+@pytest.mark.filterwarnings("default")  # torch.compile warns of itself
 @pytest.mark.parametrize("objective", ["ar", "two_stream"])
 def test_compiled_layers_learn_what_plain_ones_learn(
     tiny_config: ConfigFactory, objective: str
@@ -737,4 +734,4 @@ def test_compiled_layers_learn_what_plain_ones_learn(
     for is_compiled in (False, True):
         events = _run(_model(config), _config(objective, steps=3, compile_layers=is_compiled))
         curves.append([event.losses["total"] for event in events if isinstance(event, StepEvent)])
-    assert curves[1] == pytest.approx(curves[0], rel=STEP_TOLERANCE)
+    assert curves[1] == pytest.approx(curves[0], rel=COMPILED_TOLERANCE)
