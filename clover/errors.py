@@ -9,6 +9,7 @@
     |-- RequestError      a request knob outside its range
     |-- GenerationError   decoding that cannot go on (for example NaN logits)
     |-- CapacityError     a request too many for an engine and its queue
+    |-- EngineClosedError an engine that no longer serves
     |-- TaskError         an unknown task family or split
     `-- TrainingError     training that cannot go on (for example a loss that is not finite)
         `-- TrainingInputError  data or options that a training run cannot start from
@@ -53,6 +54,10 @@ class GenerationError(CloverError):
 
 class CapacityError(CloverError):
     """One request more than an engine and its queue can hold: try again later."""
+
+
+class EngineClosedError(CloverError):
+    """An engine that was closed, or stopped by an error, before a request came to its end."""
 
 
 class TaskError(CloverError, ValueError):
