@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +9,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from clover.backends.local import choose_sampling
 from clover.chat import ChatTemplate, Message, parse_reply
-from clover.checkpoint.load import GenerationDefaults, LoadedCheckpoint
+from clover.checkpoint.load import LoadedCheckpoint
 from clover.cli_display import Pane, Screen
 from clover.diffusion.generate import (
     BlockCommitted,
@@ -24,7 +24,6 @@ from clover.diffusion.generate import (
     reserved_token_ids,
 )
 from clover.diffusion.policies import Autoregressive, Policy, Threshold
-from clover.diffusion.sampling import SamplingParams
 from clover.engine.grammar import GrammarCompiler
 from clover.engine.lark import AnswerFormat
 from clover.errors import GenerationError, RequestError
@@ -107,24 +106,6 @@ class Writer:
             forbidden_token_ids=self.reserved_ids,
             block_size=knobs.block_size,
         )
-
-
-def choose_sampling(
-    asked: Mapping[str, float | int], defaults: GenerationDefaults
-) -> SamplingParams:
-    """Returns the sampling that was asked for, filled up by what the model's authors recommend.
-
-    Without a recommendation to sample, text is greedy.
-    """
-    recommended: dict[str, Any] = {}
-    if defaults.do_sample:
-        recommended = {
-            name: value
-            for name, value in dataclasses.asdict(defaults).items()
-            if name != "do_sample" and value is not None
-        }
-        recommended = {"temperature": 1.0} | recommended
-    return SamplingParams(**recommended | dict(asked))
 
 
 class Reply:

@@ -1,0 +1,259 @@
+"""What a chat request is, what comes back, and the Protocol of whoever answers. No tensors.
+
+async with backend:
+    stream = await backend.chat(request)
+    async for event in stream:
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from clover.chat import Message
+from clover.errors import RequestError
+
+ChatFinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How tokens are drawn; None is the model's own choice.
+
+    The fields are those of `diffusion.sampling.SamplingParams`, which checks their ranges.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest:
+    """One chat, or one text, and how to go on with it.
+
+    Attributes:
+        messages: The chat so far. Exactly one of `messages` and `raw` is given.
+        raw: A text to go on from as it is, without a template; the answer is content alone.
+        tools: As in the OpenAI API.
+        tool_choice: `auto`, `none`, `required` or the name of the tool to call. Calls satisfy the
+            schemas of their tools.
+        parallel_tool_calls: Whether there may be several calls.
+        json_schema: What the content has to be, draft 2020-12; None leaves it free.
+        sampling: How tokens are drawn.
+        policy: Which predictions are kept, as `diffusion.policies.parse_policy` reads it; None is
+            the backend's own.
+        block_size: Tokens denoised together; None is the model's own number.
+        enable_thinking: Whether the answer starts as thought.
+        max_tokens: Most tokens to produce, thinking included; None goes on to the context limit.
+        stop: Strings that end the text, thinking included; they are not part of it.
+        draw: Which of several samples with one seed this is.
+        timeout: Seconds, waiting included, after which the text is cut; None: never.
+        wants_canvas: Whether `CanvasShown` events are wanted.
+    """
+
+    messages: tuple[Message, ...] = ()
+    raw: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    json_schema: Mapping[str, Any] | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    policy: str | None = None
+    block_size: int | None = None
+    enable_thinking: bool = True
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    draw: int = 0
+    timeout: float | None = None
+    wants_canvas: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.messages) == (self.raw is not None):
+            raise RequestError("expected messages or a raw text, found both or neither")
+        if self.json_schema is not None and self.tools and self.tool_choice != "none":
+            raise RequestError(
+                "expected tools or a JSON schema of the answer, found both; leave one out, or set "
+                "tool_choice to none"
+            )
+        if not self.tools and self.tool_choice not in ("auto", "none"):
+            raise RequestError(f"tool_choice is {self.tool_choice!r}, but there are no tools")
+
+    @property
+    def callable_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that may be called."""
+        return () if self.tool_choice == "none" else self.tools
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What one answer cost.
+
+    Attributes:
+        prompt_tokens: Of the rendered prompt.
+        cached_tokens: Those of them that a prefix cache had.
+        completion_tokens: Produced, thinking and the end token included.
+        thinking_tokens: Produced up to the end of thinking.
+        passes: Forward passes that served the answer.
+        previews: Those of them that previewed its canvas.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    thinking_tokens: int
+    passes: int
+    previews: int
+
+    @property
+    def tpf(self) -> float:
+        """Tokens per forward pass; a text without one counts as one."""
+        return self.completion_tokens / max(self.passes, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingDelta:
+    """`text` is appended to the thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """`text` is appended to the content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStarted:
+    """Call number `index` (from 0) of the function `name` begins."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """`text` is appended to the JSON text of the arguments of call number `index`."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasShown:
+    """The canvas after a pass, for display: nothing of it is final.
+
+    Attributes:
+        cells: The text of each token, None where it is still a mask.
+    """
+
+    cells: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatFinished:
+    """The end, and the last event.
+
+    Attributes:
+        message: What the deltas add up to.
+        finish_reason: `length` is any limit: tokens, context or time.
+        stop: The stop string that ended the text, None if none did.
+        usage: What it cost.
+    """
+
+    message: Message
+    finish_reason: ChatFinishReason
+    stop: str | None
+    usage: Usage
+
+
+ChatDeltaEvent = ThinkingDelta | ContentDelta | ToolCallStarted | ToolCallDelta
+ChatEvent = ChatDeltaEvent | CanvasShown | ChatFinished
+
+
+class ChatStream(Protocol):
+    """The events of one answer, the last of them `ChatFinished`.
+
+    Raises:
+        GenerationError: While iterating: the answer cannot go on.
+        EngineClosedError: While iterating: the backend has stopped before the end.
+    """
+
+    def __aiter__(self) -> AsyncIterator[ChatEvent]:
+        """Returns the iterator."""
+        ...
+
+    async def __anext__(self) -> ChatEvent:
+        """Returns the next event."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the answer before the next pass; its last event says `cancelled`.
+
+        Whoever stops iterating early has to call it. Of no effect on one that has ended.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How busy a backend is, in requests."""
+
+    running: int
+    waiting: int
+
+
+class Backend(Protocol):
+    """Answers chats; to be used as an async context manager, in which it serves."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """How busy it is now."""
+        ...
+
+    async def __aenter__(self) -> Self:
+        """Starts to serve."""
+        ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits for the answers under way, or fails them if an exception leaves the context."""
+        ...
+
+    async def chat(self, request: ChatRequest) -> ChatStream:
+        """Takes a request; returns the events of its answer.
+
+        Raises:
+            PromptError, TemplateError, RequestError: It cannot be answered as it is.
+            CapacityError: There are too many requests; try again later.
+            EngineClosedError: The backend no longer serves.
+        """
+        ...
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Returns how many tokens the prompt of a request has.
+
+        Raises:
+            PromptError, TemplateError: It has no prompt.
+        """
+        ...

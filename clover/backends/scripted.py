@@ -1,0 +1,199 @@
+"""Answers from a script, piece by piece: for tests, demos, and clients under development.
+
+The script is what a model would have written, tags and all, and is read the way a model's text is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Literal, Self
+
+from clover.backends.base import ChatEvent, ChatFinished, ChatRequest, Load, Usage
+from clover.backends.reply import ReplyReader, find_stop
+from clover.errors import CapacityError, RequestError
+
+_PIECES: Final = re.compile(r"\s*\S+|\s+")
+
+
+class ScriptedBackend:
+    """Gives its answers in turn, from the start again after the last.
+
+    A word with the space before it counts as a token, and each takes a pass of its own. Limits,
+    stop strings and cancellation are honoured; how tokens would be drawn has no meaning here.
+
+    Args:
+        answers: As a model writes them: thinking up to `</think>` first where the request enables
+            thinking, then content and calls.
+        model: The name to be served under.
+        seconds_per_token: How long a piece takes.
+        capacity: Most answers at a time.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[str],
+        *,
+        model: str = "scripted",
+        seconds_per_token: float = 0.0,
+        capacity: int = 256,
+    ) -> None:
+        if not answers:
+            raise RequestError("expected at least one answer, found none")
+        self.requests: list[ChatRequest] = []  # as they came
+        self.running: set[ScriptedStream] = set()
+        self._answers = itertools.cycle(answers)
+        self._model = model
+        self._seconds_per_token = seconds_per_token
+        self._capacity = capacity
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self._model
+
+    @property
+    def load(self) -> Load:
+        """How many answers are under way; none waits."""
+        return Load(running=len(self.running), waiting=0)
+
+    async def __aenter__(self) -> Self:
+        """Needs no start."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leaves nothing behind: an answer goes on only while somebody reads it."""
+
+    async def chat(self, request: ChatRequest) -> ScriptedStream:
+        """Takes a request; returns the events of the next answer.
+
+        Raises:
+            PromptError: A tool is not one.
+            CapacityError: As many answers are under way as there may be.
+        """
+        if len(self.running) >= self._capacity:
+            raise CapacityError(
+                f"expected fewer than {self._capacity} answers under way, found as many; try again "
+                "later"
+            )
+        stream = ScriptedStream(self, request, next(self._answers), self._seconds_per_token)
+        self.requests.append(request)
+        self.running.add(stream)
+        return stream
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Returns how many pieces the texts of the request have."""
+        return _count_prompt(request)
+
+
+class ScriptedStream:
+    """The events of one scripted answer: a `ChatStream`."""
+
+    def __init__(
+        self, owner: ScriptedBackend, request: ChatRequest, answer: str, seconds_per_token: float
+    ) -> None:
+        """Starts an answer."""
+        self._owner = owner
+        self._request = request
+        self._pieces = deque(_PIECES.findall(answer))
+        self._seconds_per_token = seconds_per_token
+        self._deadline = None if request.timeout is None else _now() + request.timeout
+        self._is_thinking = request.raw is None and request.enable_thinking
+        self._reader = ReplyReader(
+            starts_in_thinking=self._is_thinking,
+            tools=request.callable_tools,
+            stop=request.stop,
+            is_raw=request.raw is not None,
+        )
+        self._num_tokens = 0
+        self._num_thinking = 0
+        self._ready: deque[ChatEvent] = deque()
+        self._is_over = False
+        self._cancelled = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        """Returns the iterator."""
+        return self
+
+    async def __anext__(self) -> ChatEvent:
+        """Returns the next event."""
+        while not self._ready:
+            if self._is_over:
+                raise StopAsyncIteration
+            await self._step()
+        return self._ready.popleft()
+
+    def cancel(self) -> None:
+        """Ends the answer; of no effect on one that has ended."""
+        self._cancelled.set()
+        self._owner.running.discard(self)
+
+    async def _step(self) -> None:
+        """Writes one more piece, or ends."""
+        found = find_stop(self._reader.text, self._request.stop)
+        is_late = self._deadline is not None and _now() >= self._deadline
+        if self._cancelled.is_set():
+            self._finish("cancelled")
+        elif found:
+            self._finish("stop", *found)
+        elif not self._pieces:
+            self._finish("stop")
+        elif is_late or self._num_tokens == self._request.max_tokens:
+            self._finish("length")
+        else:
+            try:
+                await asyncio.wait_for(self._cancelled.wait(), self._seconds_per_token)
+            except TimeoutError:
+                self._write(self._pieces.popleft())
+
+    def _write(self, piece: str) -> None:
+        self._num_tokens += 1
+        if self._is_thinking and "</think>" not in self._reader.text:
+            self._num_thinking += 1
+        self._ready += self._reader.push(piece)
+
+    def _finish(
+        self,
+        reason: Literal["stop", "length", "cancelled"],
+        length: int | None = None,
+        stop: str | None = None,
+    ) -> None:
+        reader = self._reader
+        self._ready += reader.finish(len(reader.text) if length is None else length)
+        self._is_over = True
+        self._owner.running.discard(self)
+        has_calls = bool(reader.message.tool_calls)
+        usage = Usage(
+            prompt_tokens=_count_prompt(self._request),
+            cached_tokens=0,
+            completion_tokens=self._num_tokens,
+            thinking_tokens=self._num_thinking,
+            passes=self._num_tokens,
+            previews=0,
+        )
+        self._ready.append(
+            ChatFinished(
+                message=reader.message,
+                finish_reason="tool_calls" if reason == "stop" and has_calls else reason,
+                stop=stop,
+                usage=usage,
+            )
+        )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _count_prompt(request: ChatRequest) -> int:
+    texts = [request.raw or "", *(message.content for message in request.messages)]
+    return sum(len(_PIECES.findall(text)) for text in texts)
