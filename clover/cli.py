@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from clover.checkpoint.load import LoadedCheckpoint
     from clover.cli_display import Pane
     from clover.cli_reply import Knobs, Question, Writer
     from clover.diffusion.policies import Policy
@@ -332,6 +333,54 @@ def inspect(
         typer.echo("\n".join(lines))
 
 
+@app.command()
+def serve(
+    model: ModelOption = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    policy: PolicyOption = None,
+    slots: Annotated[int, typer.Option(help="Most answers that share a pass.")] = 8,
+    queue: Annotated[int, typer.Option(help="Most requests that wait; more get a 429.")] = 256,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="CLOVER_API_KEY", help="What clients have to show; default: nothing."),
+    ] = None,
+    max_request_bytes: Annotated[int, typer.Option(help="Largest body.")] = 4 * 2**20,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds, waiting included, after which an answer is cut.")
+    ] = 600.0,
+    shutdown_seconds: Annotated[
+        float, typer.Option(help="How long answers go on after Ctrl-C or SIGTERM.")
+    ] = 30.0,
+    device: DeviceOption = "auto",
+) -> None:
+    """Serves a model over HTTP, to OpenAI's and Anthropic's clients."""
+    try:
+        from clover.serve.app import ServerConfig, run_server
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"expected the packages of the server, found no {error.name}; "
+            "pip install 'clover[serve]'"
+        ) from error
+    config = ServerConfig(
+        api_key=api_key,
+        max_request_bytes=max_request_bytes,
+        request_timeout=request_timeout,
+        shutdown_seconds=shutdown_seconds,
+    )
+    with _loading(model):
+        from clover.backends.local import LocalBackend
+        from clover.engine.engine import EngineConfig
+
+        backend = LocalBackend(
+            _load(model, device),
+            model=Path(model).name,
+            config=EngineConfig(num_slots=slots, max_waiting=queue),
+            policy=_choose_policy(policy, None, None),
+        )
+    run_server(backend, config, host=host, port=port)
+
+
 class _TrainGroup(typer.core.TyperGroup):
     """`train OUT` trains; `train plot RUN` draws what a training has reported."""
 
@@ -610,16 +659,20 @@ def _loading(model: str) -> Iterator[None]:
 
 
 def _open_writer(model: str, knobs: Knobs, device: str) -> Writer:
+    from clover.cli_reply import Writer
+
+    return Writer(_load(model, device), Path(model).name, knobs)
+
+
+def _load(model: str, device: str) -> LoadedCheckpoint:
     import torch
 
     from clover.checkpoint.load import load_checkpoint, resolve_checkpoint
-    from clover.cli_reply import Writer
 
     place = _choose_device(device)
     # On a CPU fp32 is exact and no slower; on a GPU the weights keep the dtype they lie in.
     dtype: Any = torch.float32 if place.type == "cpu" else "auto"
-    checkpoint = load_checkpoint(resolve_checkpoint(model), dtype=dtype, device=place)
-    return Writer(checkpoint, Path(model).name, knobs)
+    return load_checkpoint(resolve_checkpoint(model), dtype=dtype, device=place)
 
 
 def _choose_device(name: str) -> torch.device:

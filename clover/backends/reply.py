@@ -13,7 +13,7 @@ from clover.backends.base import (
     ToolCallDelta,
     ToolCallStarted,
 )
-from clover.chat import ChatDelta, ChatParser, Message
+from clover.chat import ChatDelta, ChatParser, Message, ToolCall
 
 
 class ReplyReader:
@@ -88,11 +88,16 @@ class ReplyReader:
                     events.append(ContentDelta(delta.text))
                 case "call":
                     assert delta.call is not None
-                    arguments = json.dumps(delta.call.arguments, ensure_ascii=False)
+                    arguments = write_arguments(delta.call)
                     events.append(ToolCallStarted(self._num_calls, delta.call.name))
                     events.append(ToolCallDelta(self._num_calls, arguments))
                     self._num_calls += 1
         return events
+
+
+def write_arguments(call: ToolCall) -> str:
+    """Returns a call's arguments as JSON text."""
+    return json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
 def find_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:

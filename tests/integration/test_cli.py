@@ -164,6 +164,10 @@ def test_the_surface_is_what_the_readme_says() -> None:
             *("--parallelism", "--activation-checkpointing"),
         },
         "plot": {"--image"},
+        "serve": {
+            *("--model", "-m", "--host", "--port", "--policy", "--slots", "--queue", "--device"),
+            *("--api-key", "--max-request-bytes", "--request-timeout", "--shutdown-seconds"),
+        },
     }
     group = typer.main.get_command(app)
     commands = dict(group.commands)  # type: ignore[attr-defined]

@@ -1,0 +1,308 @@
+"""The bodies that clients send, field by field. What is not here is refused by its name.
+
+Source: the OpenAI and Anthropic API references. JSON null means the same as a field left out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_CHOICES = 64
+"""Most answers to one request: each takes a slot of the engine."""
+
+
+class _Body(BaseModel):
+    """Strict: a number in quotes is not a number, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+
+class TextPart(_Body):
+    """A piece of text; images and sound are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+Text = str | list[TextPart]
+
+
+class CalledFunction(_Body):
+    """A function that an earlier turn called."""
+
+    name: str
+    arguments: str = "{}"  # JSON
+
+
+class MessageToolCall(_Body):
+    """A tool call of an earlier turn."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # as it stands in streamed deltas, which some clients send back
+
+
+class ChatMessage(_Body):
+    """One turn. Thinking may come back under either of its names."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(_Body):
+    """A function that may be called. Calls satisfy `parameters` whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(_Body):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Body):
+    """Names a function."""
+
+    name: str
+
+
+class NamedToolChoice(_Body):
+    """Demands calls of one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TextFormat(_Body):
+    """A free answer."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Body):
+    """An answer that is a JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Body):
+    """A JSON Schema, draft 2020-12. Answers satisfy it whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(_Body):
+    """An answer that satisfies a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StreamOptions(_Body):
+    """What a stream holds besides its deltas."""
+
+    include_usage: bool = False
+
+
+class ChatTemplateOptions(_Body):
+    """What the chat template is told."""
+
+    enable_thinking: bool = True
+
+
+class Decoding(_Body):
+    """What every way of asking has in common. None: the model's own choice.
+
+    Ranges are those of `diffusion.sampling.SamplingParams`, which checks them.
+    """
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool = False
+    policy: str | None = Field(
+        None, description="threshold[=0..1], entropy_bound[=nats], exact[=0..1], autoregressive"
+    )
+    threshold: float | None = Field(None, description="Short for policy threshold=X.")
+    block_size: int | None = None
+
+
+class OpenAiDecoding(Decoding):
+    """What both OpenAI ways of asking have in common."""
+
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> OpenAiDecoding:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options has no meaning without stream; leave it out")
+        return self
+
+
+class ChatCompletionRequest(OpenAiDecoding):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+    stream_canvas: bool = Field(
+        False, description="Also stream what the canvas holds after each pass, not final."
+    )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatCompletionRequest:
+        if self.stream_canvas and not self.stream:
+            raise ValueError("stream_canvas has no meaning without stream; leave it out")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ValueError("max_tokens and max_completion_tokens differ; leave one out")
+        if not self.tools and (self.tool_choice or self.parallel_tool_calls is not None):
+            raise ValueError("tool_choice and parallel_tool_calls have no meaning without tools")
+        return self
+
+
+class CompletionRequest(OpenAiDecoding):
+    """The body of `POST /v1/completions`: one text, to go on from as it is."""
+
+    prompt: str
+
+
+class AnthropicText(_Body):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class AnthropicThinking(_Body):
+    """Thinking of an earlier turn; the signature is this server's, and empty."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class AnthropicToolUse(_Body):
+    """A tool call of an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class AnthropicToolResult(_Body):
+    """What a tool call of the turn before gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[AnthropicText] = ""
+
+
+AnthropicBlock = Annotated[
+    AnthropicText | AnthropicThinking | AnthropicToolUse | AnthropicToolResult,
+    Field(discriminator="type"),
+]
+
+
+class AnthropicMessage(_Body):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[AnthropicBlock]
+
+
+class AnthropicTool(_Body):
+    """A tool that may be called."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class AnthropicToolChoice(_Body):
+    """Which tools may or must be called."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> AnthropicToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("tool_choice has a name if its type is tool, and else none")
+        return self
+
+
+class AnthropicThinkingOption(_Body):
+    """Whether the answer starts as thought; a budget is not supported yet."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class AnthropicPrompt(_Body):
+    """What a prompt is made of."""
+
+    model: str
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: str | list[AnthropicText] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: AnthropicThinkingOption | None = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> AnthropicPrompt:
+        if self.tool_choice and not self.tools:
+            raise ValueError("tool_choice has no meaning without tools; leave it out")
+        return self
+
+
+class MessagesRequest(Decoding, AnthropicPrompt):
+    """The body of `POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+
+
+class CountTokensRequest(AnthropicPrompt):
+    """The body of `POST /v1/messages/count_tokens`."""
