@@ -30,8 +30,7 @@ def serving(backend: Backend, **config: Any) -> Iterator[str]:
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive())
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
+        yield server.url
     finally:
         server.should_exit = True
         thread.join(SECONDS)

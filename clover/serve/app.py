@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -67,7 +67,10 @@ def create_app(backend: Backend, config: ServerConfig | None = None) -> FastAPI:
         async with backend:
             yield
 
-    app = FastAPI(title="Clover", version=__version__, lifespan=serve)
+    # No pages of documentation: they would fetch their scripts from elsewhere
+    app = FastAPI(
+        title="Clover", version=__version__, lifespan=serve, docs_url=None, redoc_url=None
+    )
     app.state.service = Service(backend)
     app.state.request_timeout = config.request_timeout
     app.include_router(openai_api.router)
@@ -78,6 +81,7 @@ def create_app(backend: Backend, config: ServerConfig | None = None) -> FastAPI:
     app.add_exception_handler(CloverError, _say_error)
     app.add_exception_handler(RequestValidationError, _say_error)
     app.add_exception_handler(StarletteHTTPException, _say_error)
+    app.add_exception_handler(Exception, _say_failure)
     app.add_middleware(Gate, config=config)
     return app
 
@@ -103,6 +107,12 @@ async def _say_error(request: Request, error: Exception) -> Response:
             told = ApiError(error.status_code, str(error.detail))
         case _:
             raise error
+    return told.response(request.url.path)
+
+
+async def _say_failure(request: Request, error: Exception) -> Response:
+    """Answers in place of an error that nobody foresaw; it is raised again and logged."""
+    told = ApiError(500, "the server has failed; its log says why")
     return told.response(request.url.path)
 
 
@@ -150,8 +160,9 @@ class Gate:
         if self._config.api_key is not None and path not in _OPEN_PATHS:
             shown = headers.get("x-api-key") or headers.get("authorization", "")
             shown = shown.removeprefix("Bearer ")
-            # In a time that does not say how much of the key is right
-            if not hmac.compare_digest(shown.encode(), self._config.api_key.encode()):
+            # In a time that does not say how much of the key is right. Headers are bytes, which
+            # starlette reads as Latin-1.
+            if not hmac.compare_digest(shown.encode("latin-1"), self._config.api_key.encode()):
                 return ApiError(401, "expected the server's API key, found another or none")
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._config.max_request_bytes:
@@ -194,6 +205,18 @@ class Server(uvicorn.Server):
         self._service: Service = app.state.service
         self._shutdown_seconds = shutdown_seconds
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to listen, and logs where."""
+        await super().startup(sockets)
+        if self.started:
+            log(event="listening", url=self.url)
+
+    @property
+    def url(self) -> str:
+        """Where a server that has started listens."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no more requests, and waits for those under way."""
         loop = asyncio.get_running_loop()
@@ -211,11 +234,12 @@ def run_server(backend: Backend, config: ServerConfig, *, host: str, port: int) 
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    app = create_app(backend, config)
-    Server(
-        app,
+    server = Server(
+        create_app(backend, config),
         shutdown_seconds=config.shutdown_seconds,
         host=host,
         port=port,
         log_level="warning",
-    ).run()
+    )
+    with suppress(KeyboardInterrupt):  # which uvicorn raises again once it has stopped
+        server.run()

@@ -12,7 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from clover.backends.scripted import ScriptedBackend
+from clover.backends.base import ChatRequest
+from clover.backends.scripted import ScriptedBackend, ScriptedStream
 from clover.errors import RequestError
 from clover.serve.app import ServerConfig
 from tests.serving import serving, wait_until
@@ -89,7 +90,7 @@ def test_the_key_is_asked_for_everywhere_but_at_health(plain: httpx2.Client) -> 
             {"authorization": b"Bearer k"},
             {"x-api-key": "kéyy".encode()},
         ]
-        for path in (CHAT, "/v1/messages", "/metrics", "/v1/models", "/docs"):
+        for path in (CHAT, "/v1/messages", "/metrics", "/v1/models", "/openapi.json"):
             for head in wrong:
                 refused = plain.get(url + path, headers=head)
                 assert refused.status_code == 401
@@ -183,6 +184,29 @@ def test_the_log_has_a_line_for_each_request_and_nothing_that_was_said(
     assert answered["completion_tokens"] == 2
     assert "secret" not in caplog.text
     assert "an answer" not in caplog.text
+
+
+class BrokenBackend(ScriptedBackend):
+    """Fails in a way that nobody foresaw."""
+
+    async def chat(self, request: ChatRequest) -> ScriptedStream:
+        raise ZeroDivisionError(request.messages[0].content)
+
+
+def test_an_unforeseen_error_keeps_its_details_to_itself(plain: httpx2.Client) -> None:
+    with serving(BrokenBackend(["never"])) as url:
+        failed = plain.post(url + CHAT, json=BODY)
+        assert httpx2.get(f"{url}/health").status_code == 200  # that connection is closed
+    assert failed.status_code == 500
+    assert failed.json()["error"]["type"] == "api_error"
+    assert "secret" not in failed.text
+
+
+def test_the_openapi_document_names_every_body(plain: httpx2.Client) -> None:
+    with serving(ScriptedBackend(["yes"])) as url:
+        document = plain.get(f"{url}/openapi.json").json()
+    bodies = {"ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "CountTokensRequest"}
+    assert bodies <= set(document["components"]["schemas"])
 
 
 def test_a_config_out_of_range_is_refused() -> None:
