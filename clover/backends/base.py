@@ -54,6 +54,8 @@ class ChatRequest:
             the backend's own.
         block_size: Tokens denoised together; None is the model's own number.
         enable_thinking: Whether the answer starts as thought.
+        thinking_budget: Most tokens of thinking; it is closed then, and the answer begins. None:
+            no bound of its own.
         max_tokens: Most tokens to produce, thinking included; None goes on to the context limit.
         stop: Strings that end the text, thinking included; they are not part of it.
         draw: Which of several samples with one seed this is.
@@ -71,6 +73,7 @@ class ChatRequest:
     policy: str | None = None
     block_size: int | None = None
     enable_thinking: bool = True
+    thinking_budget: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     draw: int = 0
@@ -85,6 +88,12 @@ class ChatRequest:
                 "expected tools or a JSON schema of the answer, found both; leave one out, or set "
                 "tool_choice to none"
             )
+        if self.thinking_budget is not None and (self.raw is not None or not self.enable_thinking):
+            raise RequestError(
+                f"thinking_budget is {self.thinking_budget}, but nothing is thought; leave it out"
+            )
+        if self.thinking_budget is not None and self.thinking_budget < 1:
+            raise RequestError(f"thinking_budget is {self.thinking_budget}; allowed: 1 and more")
         if not self.tools and self.tool_choice not in ("auto", "none"):
             raise RequestError(f"tool_choice is {self.tool_choice!r}, but there are no tools")
 

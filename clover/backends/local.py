@@ -23,6 +23,7 @@ from clover.backends.base import (
 )
 from clover.backends.reply import ReplyReader, find_stop
 from clover.checkpoint.load import GenerationDefaults, LoadedCheckpoint
+from clover.diffusion.constraint import ConstraintFactory
 from clover.diffusion.generate import reserved_token_ids
 from clover.diffusion.policies import Autoregressive, Policy, Threshold, parse_policy
 from clover.diffusion.requests import (
@@ -39,6 +40,7 @@ from clover.engine.engine import Engine, EngineConfig
 from clover.engine.grammar import GrammarCompiler
 from clover.engine.lark import AnswerFormat, JsonSchema, Regex, ToolCalls
 from clover.engine.request import EngineRequest
+from clover.engine.thinking import ThinkingBudget
 from clover.errors import PromptError, RequestError
 
 _FINISH_REASONS: Final[Mapping[FinishReason, ChatFinishReason]] = {
@@ -159,9 +161,6 @@ class LocalBackend:
                 f"block_size is {request.block_size}, but the policy is autoregressive, which has "
                 "no blocks; leave it out"
             )
-        form, constraint = _answer_format(request), None
-        if form is not None:
-            constraint = self._compiler.compile(form, starts_in_thinking=is_thinking)
         generation = GenerationRequest(
             prompt_ids=self._checkpoint.tokenizer.encode(prompt),
             max_tokens=request.max_tokens,
@@ -172,7 +171,7 @@ class LocalBackend:
             policy=policy,
             stop=request.stop,
             draw=request.draw,
-            constraint=constraint,
+            constraint=self._constraint(request, is_thinking=is_thinking),
         )
         return _Prepared(
             request=EngineRequest(
@@ -186,6 +185,31 @@ class LocalBackend:
             ),
             is_thinking=is_thinking,
             wants_canvas=request.wants_canvas,
+        )
+
+    def _constraint(self, request: ChatRequest, *, is_thinking: bool) -> ConstraintFactory | None:
+        """Returns what the text has to be, None if it is free."""
+        form, answer = _answer_format(request), None
+        if form is not None:
+            answer = self._compiler.compile(form, starts_in_thinking=is_thinking)
+        if request.thinking_budget is None:
+            return answer
+        tokenizer, config = self._checkpoint.tokenizer, self._checkpoint.config
+        end = tokenizer.token_id(_END_THINK)
+        if not is_thinking or end is None:
+            raise RequestError(
+                "thinking_budget needs a chat template that opens <think>, and </think> as a token "
+                "of its own, found neither or one; leave it out"
+            )
+        # A grammar writes the empty line behind thinking itself
+        gap = "" if answer else "\n\n"
+        return ThinkingBudget(
+            num_tokens=request.thinking_budget,
+            closing=tuple(tokenizer.encode(f"\n{_END_THINK}{gap}")),
+            end_token_id=end,
+            vocab_size=config.vocab_size,
+            eos_token_ids=frozenset(config.eos_token_ids),
+            answer=answer,
         )
 
     def _render(self, request: ChatRequest) -> str:

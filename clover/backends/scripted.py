@@ -150,10 +150,19 @@ class ScriptedStream:
         elif is_late or self._num_tokens == self._request.max_tokens:
             self._finish("length")
         else:
+            if self._is_thinking and self._num_tokens == self._request.thinking_budget:
+                self._close_thinking()
             try:
                 await asyncio.wait_for(self._cancelled.wait(), self._seconds_per_token)
             except TimeoutError:
                 self._write(self._pieces.popleft())
+
+    def _close_thinking(self) -> None:
+        """Replaces what is left of the thinking by its end."""
+        if "</think>" in self._reader.text:
+            return
+        _, _, rest = "".join(self._pieces).partition("</think>")
+        self._pieces = deque(["\n</think>", *_PIECES.findall(rest)])
 
     def _write(self, piece: str) -> None:
         self._num_tokens += 1

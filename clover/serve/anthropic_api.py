@@ -95,6 +95,7 @@ def _read_prompt(body: AnthropicPrompt) -> dict[str, Any]:
         "tool_choice": names.get(kind) or kind,
         "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
         "enable_thinking": body.thinking is not None and body.thinking.type != "disabled",
+        "thinking_budget": body.thinking.budget_tokens if body.thinking else None,
     }
 
 

@@ -42,6 +42,8 @@ from clover.serve.stream import Answer, EventStreamResponse, collect, merge, wri
 router = APIRouter()
 
 _DONE: Final = "[DONE]"
+# In tokens; None: no bound of its own
+_BUDGETS: Final = {"minimal": 64, "low": 256, "medium": 1024, "high": None}
 
 
 @router.get("/v1/models")
@@ -83,13 +85,15 @@ async def _answer(
 
 def _read_chat(body: ChatCompletionRequest, request: Request) -> ChatRequest:
     choice = body.tool_choice or "auto"
+    options, effort = body.chat_template_kwargs, body.reasoning_effort
     return ChatRequest(
         messages=tuple(_read_messages(body.messages)),
         tools=tuple(map(_read_tool, body.tools or ())),
         tool_choice=choice.function.name if isinstance(choice, NamedToolChoice) else choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         json_schema=_read_format(body.response_format),
-        enable_thinking=body.chat_template_kwargs.enable_thinking,
+        enable_thinking=effort != "none" and (options is None or options.enable_thinking),
+        thinking_budget=body.thinking_budget or _BUDGETS.get(effort or ""),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         wants_canvas=body.stream_canvas,
         **_read_decoding(body, request),

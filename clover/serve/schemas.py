@@ -185,7 +185,9 @@ class ChatCompletionRequest(OpenAiDecoding):
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+    chat_template_kwargs: ChatTemplateOptions | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    thinking_budget: int | None = Field(None, ge=1, description="Most tokens of thinking.")
     stream_canvas: bool = Field(
         False, description="Also stream what the canvas holds after each pass, not final."
     )
@@ -196,6 +198,10 @@ class ChatCompletionRequest(OpenAiDecoding):
             raise ValueError("stream_canvas has no meaning without stream; leave it out")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; leave one out")
+        if self.reasoning_effort and (self.thinking_budget or self.chat_template_kwargs):
+            raise ValueError(
+                "reasoning_effort stands for a thinking_budget and enable_thinking; leave one out"
+            )
         if not self.tools and (self.tool_choice or self.parallel_tool_calls is not None):
             raise ValueError("tool_choice and parallel_tool_calls have no meaning without tools")
         return self
@@ -275,9 +281,10 @@ class AnthropicToolChoice(_Body):
 
 
 class AnthropicThinkingOption(_Body):
-    """Whether the answer starts as thought; a budget is not supported yet."""
+    """Whether the answer starts as thought, and for how many tokens at most."""
 
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
 
 
 class AnthropicPrompt(_Body):

@@ -161,6 +161,12 @@ def test_limits_and_stop_sequences_end_with_their_reason(client: anthropic.Anthr
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " at once")
 
 
+def test_a_budget_of_thinking_is_kept(client: anthropic.Anthropic) -> None:
+    message = ask(client, thinking={"type": "enabled", "budget_tokens": 1})
+    assert [block.type for block in message.content[:2]] == ["thinking", "text"]
+    assert (message.content[0].thinking, message.content[1].text) == ("I", "Both at once.")
+
+
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     turn: list[Any] = [{"role": "user", "content": "one two three"}]
     counted = client.messages.count_tokens(model="scripted", messages=turn)
@@ -171,7 +177,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     ("fields", "said"),
     [
         ({"metadata": {"user_id": "x"}}, "metadata"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "budget_tokens"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 2000}}, "thinking_budget"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "{"}]}, "user's turn"),

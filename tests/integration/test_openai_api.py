@@ -53,6 +53,7 @@ TOOLS: list[Any] = [
     }
 ]
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+QUIET: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 SCRIPT = ["so\n</think>\n\none two three", CALLS]
 
 
@@ -226,6 +227,18 @@ def test_n_answers_are_as_many_draws(client: openai.OpenAI, backend: ScriptedBac
         assert streamed[choice.index]["finish_reason"] == choice.finish_reason
 
 
+def test_effort_is_a_budget_of_thinking(client: openai.OpenAI, backend: ScriptedBackend) -> None:
+    for effort in ("none", "low", "high"):
+        ask(client, reasoning_effort=effort)
+    ask(client, extra_body={"thinking_budget": 1})
+    assert [(request.enable_thinking, request.thinking_budget) for request in backend.requests] == [
+        (False, None),
+        (True, 256),
+        (True, None),
+        (True, 1),
+    ]
+
+
 def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) -> None:
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
     assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -255,7 +268,7 @@ def test_tool_results_are_put_in_the_order_of_their_calls(
     ("fields", "named"),
     [
         ({"logprobs": True}, "logprobs"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
         ({"extra_body": {"tempreature": 1}}, "tempreature"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour"),
         ({"extra_body": {"temperature": "1"}}, "temperature"),
@@ -289,6 +302,8 @@ def test_what_is_not_supported_is_refused_by_its_name(
         ({"extra_body": {"policy": "exact", "threshold": 0.5}}, "threshold"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"reasoning_effort": "low", "extra_body": {"thinking_budget": 5}}, "reasoning_effort"),
+        ({"extra_body": {"thinking_budget": 5} | QUIET}, "thinking_budget"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, "tool result"),
     ],

@@ -151,6 +151,8 @@ def test_requests_that_contradict_themselves_are_refused() -> None:
         {"raw": "x"},
         {"tools": TOOLS, "json_schema": {}},
         {"tool_choice": "required"},
+        {"thinking_budget": 0},
+        {"thinking_budget": 5, "enable_thinking": False},
     ):
         with pytest.raises(RequestError):
             replace(SUM, **fields)
@@ -245,6 +247,21 @@ def test_nano_refuses_what_it_cannot_honour(local: LocalBackend) -> None:
             assert local.load.running == 0
 
     run(serve())
+
+
+def test_nano_stops_thinking_where_its_budget_ends(local: LocalBackend) -> None:
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    free = replace(SUM, thinking_budget=6)
+
+    async def serve() -> list[ChatFinished]:
+        async with local:
+            requests = (free, replace(free, json_schema=schema, max_tokens=100))
+            return [(await ask(local, request))[1] for request in requests]
+
+    for end in run(serve()):
+        assert 6 < end.usage.thinking_tokens <= 8  # and what closes it
+        assert end.message.content
+        assert end.message.thinking
 
 
 def test_draws_with_one_seed_differ_and_repeat(local: LocalBackend) -> None:
