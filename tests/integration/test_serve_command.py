@@ -14,6 +14,8 @@ import httpx2
 import openai
 import pytest
 
+from tests.serving import wait_until
+
 REPOSITORY = Path(__file__).parents[2]
 TOOLS: list[Any] = json.loads((REPOSITORY / "examples" / "tools.json").read_text())
 SUM: list[Any] = [{"role": "user", "content": "What is 47 + 38?"}]
@@ -52,6 +54,10 @@ def client(server: str) -> Iterator[openai.OpenAI]:
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     defaults = {"model": "clover-nano", "messages": SUM, "max_tokens": 200}
     return client.chat.completions.create(**{**defaults, **fields})
+
+
+def read_metrics(server: str) -> str:
+    return httpx2.get(f"{server}/metrics", timeout=SECONDS).text
 
 
 def test_a_stream_shows_the_canvas_and_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
@@ -105,8 +111,17 @@ def test_what_the_engine_refuses_is_a_bad_request(client: openai.OpenAI) -> None
             ask(client, **fields)
 
 
+def test_a_client_that_leaves_frees_its_slot(client: openai.OpenAI, server: str) -> None:
+    endless = {"policy": "autoregressive"}
+    hot = {"temperature": 2.0, "max_tokens": None, "logit_bias": {"2": -100}}  # 2 is <|im_end|>
+    with ask(client, stream=True, extra_body=endless, **hot) as stream:
+        for chunk in stream:
+            if chunk.choices[0].delta.content or getattr(chunk.choices[0].delta, "reasoning", None):
+                break
+        assert "clover_running 1.0" in read_metrics(server)
+    wait_until(lambda: "clover_running 0.0" in read_metrics(server))
+
+
 def test_more_requests_than_the_queue_holds_are_refused(client: openai.OpenAI, server: str) -> None:
     with pytest.raises(openai.RateLimitError):
         ask(client, n=3)
-    metrics = httpx2.get(f"{server}/metrics", timeout=SECONDS).text
-    assert "clover_prefix_cache_hits_total" in metrics
