@@ -23,7 +23,7 @@ from clover.diffusion.generate import (
     generate,
     reserved_token_ids,
 )
-from clover.diffusion.policies import Autoregressive, Policy, Threshold
+from clover.diffusion.policies import Autoregressive, Exact, Policy
 from clover.diffusion.sampling import SamplingParams
 from clover.engine.grammar import GrammarCompiler
 from clover.engine.lark import AnswerFormat
@@ -69,7 +69,7 @@ class Writer:
         self.checkpoint = checkpoint
         self.title = title
         config = checkpoint.config
-        self.policy = knobs.policy or (Threshold() if config.diffusion else Autoregressive())
+        self.policy = knobs.policy or (Exact() if config.diffusion else Autoregressive())
         if knobs.block_size is not None and isinstance(self.policy, Autoregressive):
             raise RequestError(
                 f"block_size is {knobs.block_size}, but the policy of {title} is autoregressive, "
