@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from clover.diffusion.generate import generate_all
-from clover.diffusion.policies import Autoregressive, EntropyBound, Exact, Policy, Threshold
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    PromptLookup,
+    Threshold,
+)
 from clover.diffusion.requests import Event, Finished, GenerationRequest, GenerationResult
 from clover.diffusion.sampling import SamplingParams
 from clover.engine.engine import Engine, EngineConfig
@@ -22,6 +29,7 @@ POLICIES: tuple[Policy, ...] = (
     Threshold(threshold=0.5),
     EntropyBound(bound=1.5),
     Exact(threshold=0.2),
+    PromptLookup(),
     Autoregressive(),
 )
 
