@@ -27,6 +27,7 @@ from clover.diffusion.policies import (
     EntropyBound,
     Exact,
     Policy,
+    PromptLookup,
     Threshold,
 )
 from clover.tasks import Task
@@ -111,6 +112,8 @@ def policy_name(policy: Policy) -> str:
             return f"entropy_bound {bound:g}"
         case Exact():
             return "exact"
+        case PromptLookup():
+            return "prompt_lookup"
         case Autoregressive():
             return "autoregressive"
 

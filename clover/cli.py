@@ -58,8 +58,8 @@ ModelOption = Annotated[
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        help="threshold[=0..1], entropy_bound[=nats], exact[=0..1] or autoregressive; "
-        "default: threshold=0.9, of a parent autoregressive."
+        help="threshold[=0..1], entropy_bound[=nats], exact[=0..1], prompt_lookup[=tokens] or "
+        "autoregressive; default: exact, of a parent autoregressive."
     ),
 ]
 ThresholdOption = Annotated[float | None, typer.Option(help="Short for --policy threshold=X.")]

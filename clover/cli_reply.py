@@ -23,7 +23,7 @@ from clover.diffusion.generate import (
     generate,
     reserved_token_ids,
 )
-from clover.diffusion.policies import Autoregressive, Policy, Threshold
+from clover.diffusion.policies import Autoregressive, CausalPolicy, Exact, Policy
 from clover.engine.grammar import GrammarCompiler
 from clover.engine.lark import AnswerFormat
 from clover.errors import GenerationError, RequestError
@@ -68,11 +68,11 @@ class Writer:
         self.checkpoint = checkpoint
         self.title = title
         config = checkpoint.config
-        self.policy = knobs.policy or (Threshold() if config.diffusion else Autoregressive())
-        if knobs.block_size is not None and isinstance(self.policy, Autoregressive):
+        self.policy = knobs.policy or (Exact() if config.diffusion else Autoregressive())
+        if knobs.block_size is not None and isinstance(self.policy, CausalPolicy):
             raise RequestError(
-                f"block_size is {knobs.block_size}, but the policy of {title} is autoregressive, "
-                "which has no blocks; leave it out"
+                f"block_size is {knobs.block_size}, but the policy of {title} is autoregressive or "
+                "prompt_lookup, which have no blocks; leave it out"
             )
         self.mask_token_id = config.diffusion.mask_token_id if config.diffusion else None
         self.reserved_ids = reserved_token_ids(config, len(checkpoint.tokenizer))

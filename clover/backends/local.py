@@ -25,7 +25,13 @@ from clover.backends.reply import ReplyReader, find_stop
 from clover.checkpoint.load import GenerationDefaults, LoadedCheckpoint
 from clover.diffusion.constraint import ConstraintFactory
 from clover.diffusion.generate import reserved_token_ids
-from clover.diffusion.policies import Autoregressive, Policy, Threshold, parse_policy
+from clover.diffusion.policies import (
+    Autoregressive,
+    CausalPolicy,
+    Exact,
+    Policy,
+    parse_policy,
+)
 from clover.diffusion.requests import (
     BlockCommitted,
     CanvasUpdated,
@@ -78,7 +84,7 @@ class LocalBackend:
         checkpoint: From here on nobody else's.
         model: The name that it is served under.
         config: The engine's limits.
-        policy: For requests that name none; None is `threshold`, of a parent `autoregressive`.
+        policy: For requests that name none; None is `exact`, of a parent `autoregressive`.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class LocalBackend:
     ) -> None:
         self._checkpoint = checkpoint
         self._model = model
-        default = Threshold() if checkpoint.config.diffusion else Autoregressive()
+        default = Exact() if checkpoint.config.diffusion else Autoregressive()
         self._policy = policy or default
         tokenizer = checkpoint.tokenizer
         self._engine = Engine(
@@ -156,10 +162,10 @@ class LocalBackend:
         is_thinking = request.raw is None and prompt.rstrip().endswith("<think>")
         asked = dataclasses.asdict(request.sampling).items()
         policy = self._policy if request.policy is None else parse_policy(request.policy)
-        if request.block_size is not None and isinstance(policy, Autoregressive):
+        if request.block_size is not None and isinstance(policy, CausalPolicy):
             raise RequestError(
-                f"block_size is {request.block_size}, but the policy is autoregressive, which has "
-                "no blocks; leave it out"
+                f"block_size is {request.block_size}, but the policy "
+                f"{policy.name} has no blocks; leave it out"
             )
         generation = GenerationRequest(
             prompt_ids=self._checkpoint.tokenizer.encode(prompt),

@@ -21,9 +21,11 @@ from torch import Tensor
 from clover.config import DiffusionConfig, ModelConfig
 from clover.diffusion.policies import (
     Autoregressive,
+    DiffusionPolicy,
     EntropyBound,
     Exact,
     Policy,
+    PromptLookup,
     Threshold,
     choose_positions,
 )
@@ -149,7 +151,7 @@ def generate(
 
 
 class _Decoder:
-    """The three loops, and what they share. `rows` and the cache's rows correspond."""
+    """The loops, and what they share. `rows` and the cache's rows correspond."""
 
     def __init__(
         self, *, model: CloverForCausalLM, rules: Rules, fused: bool, block_size: int
@@ -171,6 +173,7 @@ class _Decoder:
         loops: list[tuple[type[Policy] | UnionType, Callable[[], Iterator[Event]]]] = [
             (Threshold | EntropyBound, self._fill_blocks),
             (Exact, self._draft_and_verify),
+            (PromptLookup, self._look_up_and_verify),
             (Autoregressive, self._write_one_by_one),
         ]
         for policies, loop in loops:
@@ -210,6 +213,16 @@ class _Decoder:
                     update = self._place(row, prediction, i)
                     if update.kept:
                         yield update
+            self._drop_finished()
+
+    def _look_up_and_verify(self) -> Iterator[Event]:
+        """`prompt_lookup`. Each pass verifies a draft; the next is looked up on the host."""
+        while self.rows:
+            for row in self.rows:
+                row.passes += 1
+            blocks = [[*row.pending, *row.draft()] for row in self.rows]
+            logits, transaction = self.model.verify(self.cache, *self._pad(blocks))
+            transaction.commit((yield from self._accept(logits)))
             self._drop_finished()
 
     def _write_one_by_one(self) -> Iterator[Event]:
@@ -273,8 +286,7 @@ class _Decoder:
         Returns the logits [B, n - 1, V] that predict what follows the last new token, and for which
         rows they are good: those whose whole draft was accepted.
         """
-        drafts = [row.draft() for row in self.rows]
-        blocks = [[*row.pending, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
+        blocks = [[*row.pending, *row.draft()] for row in self.rows]
         input_ids, lengths = self._pad(blocks)
         canvas = self._canvas_ids([[None] * self.block_size for _ in self.rows])
         if self.fused:
@@ -283,21 +295,35 @@ class _Decoder:
             )
         else:
             logits, transaction = self.model.verify(self.cache, input_ids, lengths)
-        masks = [row.masks_of_draft() for row in self.rows]
-        targets = self._predict(logits, drafts, masks).tokens.tolist()
-        whole, counts = [], []
-        for row, draft, target in zip(self.rows, drafts, targets, strict=True):
-            row.commits += 1
+        for row in self.rows:
             row.previews += 1
             row.passes += 1 if self.fused else 2
-            num_new, events = row.verify(target)
-            yield from events
-            whole.append(num_new > len(draft))
-            counts.append(num_new)  # the pending token and what was agreed on
+        counts = yield from self._accept(logits)
         transaction.commit(counts)
         if not self.fused:
             previewed = self.model.preview(self.cache, canvas)
+        whole = [count == length for count, length in zip(counts, lengths, strict=True)]
         return previewed[:, :-1] if self._diffusion.shift_logits else previewed[:, 1:], whole
+
+    def _accept(self, logits: Tensor) -> Generator[Event, None, list[int]]:
+        """Makes final what the AR sampler repeats of every draft, and one token more.
+
+        Args:
+            logits: [B, T, V], of each row's pending token and its draft.
+
+        Returns:
+            How many of those tokens each row is to commit.
+        """
+        drafts = [row.draft() for row in self.rows]
+        masks = [row.masks_of_draft() for row in self.rows]
+        targets = self._predict(logits, drafts, masks).tokens.tolist()
+        counts = []
+        for row, target in zip(self.rows, targets, strict=True):
+            row.commits += 1
+            num_new, events = row.verify(target)
+            yield from events
+            counts.append(num_new)  # the pending token and what was agreed on
+        return counts
 
     def _predict_canvases(self, logits: Tensor) -> Prediction:
         """Returns what logits [B, n, V] say about every canvas."""
@@ -315,7 +341,7 @@ class _Decoder:
     def _place(self, row: Row, prediction: Prediction, i: int) -> CanvasUpdated:
         """Puts what the policy keeps of the prediction's row `i` on the canvas."""
         policy = row.request.policy
-        assert not isinstance(policy, Autoregressive)
+        assert isinstance(policy, DiffusionPolicy)
         keep = choose_positions(
             policy,
             confidence=prediction.confidence[i],

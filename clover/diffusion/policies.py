@@ -6,6 +6,8 @@ and never see the model.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,8 +66,31 @@ class Autoregressive:
     """One token per pass through the commit operator: the baseline, and the parent's only way."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLookup:
+    """Drafts what followed the text's last words where they last stood, and verifies as `Exact` does.
+
+    No pass is spent on a draft, so a parent can do it too.
+    Source: Prompt Lookup Decoding, Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding.
+
+    Attributes:
+        num_draft_tokens: Most tokens of a draft.
+        max_ngram_size: Most tokens by which a place is recognized; the longest match counts.
+    """
+
+    num_draft_tokens: int = 10
+    max_ngram_size: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("num_draft_tokens", "max_ngram_size"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
+
+
 DiffusionPolicy = Threshold | EntropyBound | Exact
-Policy = DiffusionPolicy | Autoregressive
+CausalPolicy = Autoregressive | PromptLookup  # no previews: a parent can do these
+VerifiedPolicy = Exact | PromptLookup  # a draft, of which a commit keeps the parent's own text
+Policy = DiffusionPolicy | CausalPolicy
 
 
 def _check_probability(name: str, value: float) -> None:
@@ -129,11 +154,33 @@ def keep_low_entropy(entropy: Tensor, is_open: Tensor, bound: float) -> Tensor:
     return torch.zeros_like(is_open).scatter(-1, order, before <= bound) & is_open
 
 
+def look_up(tokens: Sequence[int], *, max_ngram_size: int, max_tokens: int) -> list[int]:
+    """Returns what followed the end of `tokens` where it stood before; empty if it never did.
+
+    Of several places the one counts where most tokens agree, up to `max_ngram_size`, and of those
+    the last. What followed there and reaches the end of `tokens` goes on with its own beginning, as
+    it would if the text were periodic.
+    """
+    best_size, best_end = 0, 0
+    for end in range(len(tokens) - 1, 0, -1):
+        size = 0
+        while size < min(max_ngram_size, end) and tokens[end - 1 - size] == tokens[-1 - size]:
+            size += 1
+        if size > best_size:
+            best_size, best_end = size, end
+        if size == max_ngram_size:
+            break
+    if not best_size:
+        return []
+    return list(itertools.islice(itertools.cycle(tokens[best_end:]), max_tokens))
+
+
 def parse_policy(text: str) -> Policy:
     """Returns the policy that `NAME` or `NAME=VALUE` describes.
 
     `threshold=0.9`, `entropy_bound=0.1` (nats), `exact=0.6` (drafts' least confidence),
-    `autoregressive`; a value left out is the policy's default.
+    `prompt_lookup=10` (most tokens of a draft), `autoregressive`; a value left out is the policy's
+    default.
 
     Raises:
         RequestError: An unknown name, a value that is not a number, or one out of range.
@@ -147,12 +194,16 @@ def parse_policy(text: str) -> Policy:
                 return EntropyBound(bound=float(value))
             case "exact", True:
                 return Exact(threshold=float(value))
+            case "prompt_lookup", True:
+                return PromptLookup(num_draft_tokens=int(value))
             case "threshold", False:
                 return Threshold()
             case "entropy_bound", False:
                 return EntropyBound()
             case "exact", False:
                 return Exact()
+            case "prompt_lookup", False:
+                return PromptLookup()
             case "autoregressive", False:
                 return Autoregressive()
     except RequestError:
@@ -161,5 +212,5 @@ def parse_policy(text: str) -> Policy:
         pass  # not a number: the sentence below says what would be
     raise RequestError(
         f"policy is {text!r}; allowed: threshold[=0..1], entropy_bound[=nats], "
-        "exact[=0..1], autoregressive"
+        "exact[=0..1], prompt_lookup[=tokens], autoregressive"
     )

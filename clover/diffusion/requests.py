@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from clover.diffusion.constraint import ConstraintFactory
-from clover.diffusion.policies import Policy, Threshold
+from clover.diffusion.policies import Exact, Policy
 from clover.diffusion.sampling import SamplingParams
 from clover.errors import RequestError
 
@@ -35,7 +35,7 @@ class GenerationRequest:
     prompt_ids: Sequence[int]
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    policy: Policy = field(default_factory=Threshold)
+    policy: Policy = field(default_factory=Exact)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     draw: int = 0

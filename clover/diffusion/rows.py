@@ -18,7 +18,13 @@ from torch import Tensor
 
 from clover.config import ModelConfig
 from clover.diffusion.constraint import Constraint
-from clover.diffusion.policies import Autoregressive, Exact
+from clover.diffusion.policies import (
+    Autoregressive,
+    CausalPolicy,
+    Exact,
+    PromptLookup,
+    look_up,
+)
 from clover.diffusion.requests import (
     BlockCommitted,
     CanvasUpdated,
@@ -124,10 +130,10 @@ def check_request(request: GenerationRequest, rules: Rules, where: str = "") -> 
             )
     if request.stop and rules.decode is None:
         raise RequestError(f"{where}stop strings need `decode`, found None")
-    if config.diffusion is None and not isinstance(request.policy, Autoregressive):
+    if config.diffusion is None and not isinstance(request.policy, CausalPolicy):
         raise RequestError(
-            f"{where}policy {request.policy} needs a diffusion model, found an "
-            "autoregressive parent; ask for `autoregressive` or convert the model"
+            f"{where}policy {request.policy} needs a diffusion model, found an autoregressive "
+            "parent; ask for `autoregressive` or `prompt_lookup`, or convert the model"
         )
     _check_constraint(request, rules, where)
 
@@ -216,8 +222,8 @@ class Row:
                 forced = self._take_forced()
                 self.pending += forced
                 return self._append(forced)
-            case Exact():
-                self._lay_canvas(self.block_size - 1)
+            case Exact() | PromptLookup():
+                self._lay_draft()
                 return []
             case _:
                 self._lay_canvas(self.block_size)
@@ -254,7 +260,7 @@ class Row:
         events = self._append(new_tokens)
         if self.constraint and not self.is_finished:
             self.constraint.commit(new_tokens)
-        self._lay_canvas(self.block_size - 1)
+        self._lay_draft()
         return len(new_tokens), events
 
     def write(self, token_id: int) -> list[Event]:
@@ -331,6 +337,29 @@ class Row:
         """Starts a canvas that is empty but for what the constraint forces."""
         self.canvas = [None] * num_positions
         self._place_forced()
+
+    def _lay_draft(self) -> None:
+        """Starts the canvas of a draft: for a preview to fill, or filled with what is looked up."""
+        match self.request.policy:
+            case PromptLookup() as policy:
+                self._lay_canvas(policy.num_draft_tokens)
+                self._place_looked_up(policy)
+            case _:
+                self._lay_canvas(self.block_size - 1)
+
+    def _place_looked_up(self, policy: PromptLookup) -> None:
+        """Goes on from what is forced with what followed the same words before, while it is valid."""
+        prefix = self.resolved_prefix()
+        start = len(prefix)
+        tokens = look_up(
+            [*self.request.prompt_ids, *self.output, *prefix],
+            max_ngram_size=policy.max_ngram_size,
+            max_tokens=len(self.canvas) - start,
+        )
+        if self.constraint:
+            tokens = tokens[: self.constraint.validate(tokens)]
+            self.constraint.commit(tokens)
+        self.canvas[start : start + len(tokens)] = tokens
 
     def _place_forced(self) -> list[int]:
         """Fills the canvas, from its first open position, with what the constraint forces.

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from clover.diffusion.policies import Autoregressive, DiffusionPolicy, Exact, choose_positions
+from clover.diffusion.policies import (
+    Autoregressive,
+    DiffusionPolicy,
+    Exact,
+    PromptLookup,
+    VerifiedPolicy,
+    choose_positions,
+)
 from clover.diffusion.requests import Event
 from clover.diffusion.rows import Row, mask_open, predict_rows
 from clover.diffusion.sampling import Prediction
@@ -29,14 +36,14 @@ from clover.model.transformer import CloverForCausalLM
 
 def clean_tokens(row: Row) -> list[int]:
     """Returns what the row's next pass reads causally: what is pending, and a draft to verify."""
-    is_exact = isinstance(row.request.policy, Exact)
-    return [*row.pending, *row.draft()] if is_exact else row.pending
+    is_verified = isinstance(row.request.policy, VerifiedPolicy)
+    return [*row.pending, *row.draft()] if is_verified else row.pending
 
 
 def canvas_tokens(row: Row) -> list[int]:
     """Returns what the row's next pass previews, masks where open."""
     match row.request.policy:
-        case Autoregressive():
+        case Autoregressive() | PromptLookup():
             return []
         case Exact():  # the block behind the draft, the token after it included
             return mask_open([None] * row.block_size, row.rules.config)
@@ -158,7 +165,7 @@ class Runner:
             canvas,
             lengths,
             canvas_lengths,
-            keep_trace=any(isinstance(row.request.policy, Exact) for row in rows),
+            keep_trace=any(isinstance(row.request.policy, VerifiedPolicy) for row in rows),
         )
         self.num_passes += 1
         clean, previewed = hidden_states.tensor_split([input_ids.shape[1]], dim=1)
@@ -188,7 +195,7 @@ class Runner:
         starts: dict[int, int] = {}  # by row: where what it reads begins
         for i, job in enumerate(self.jobs):
             match job.row.request.policy:
-                case Exact():
+                case Exact() | PromptLookup():
                     starts[i] = 0
                 case Autoregressive():
                     starts[i] = lengths[i] - 1
@@ -292,7 +299,7 @@ def _choose(rows: Sequence[Row], prediction: Prediction) -> list[list[bool]]:
     """
     groups: dict[tuple[DiffusionPolicy, int], list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
-        assert not isinstance(row.request.policy, Autoregressive)
+        assert isinstance(row.request.policy, DiffusionPolicy)
         groups[row.request.policy, len(row.canvas)].append(i)
     keep: list[list[bool]] = [[] for _ in rows]
     for (policy, num_positions), members in groups.items():

@@ -8,8 +8,9 @@ docs/tasks.md shows one example of each. A task is a pure function of family, se
     heldout  nouns, parameter names, value words and operands that "train" never has
 
 Whether a word is held out is decided by its hash alone (`words.is_held_out`), in every role; for
-wordings, domains and combinations see `parted`. To add a family, write a module of its name with
-`draw(rng, held_out) -> Draft` and name it in `registry`.
+wordings, domains and combinations see `parted`. Of a wording it is the phrase that is held out, not
+its words: those of `wordings/*.txt` occur in other phrases of training. To add a family, write a
+module of its name with `draw(rng, held_out) -> Draft` and name it in `registry`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from clover.tasks.registry import (
     FAMILIES,
     make_task,
     sample_tasks,
+    wordings_of,
 )
 from clover.tasks.task import SPLITS, Check, Task, check_reply, matches_reference
 
@@ -36,4 +38,5 @@ __all__ = [
     "make_task",
     "matches_reference",
     "sample_tasks",
+    "wordings_of",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from clover.chat import ChatTemplate, render_reply
-from clover.tasks import ALL_FAMILIES, FAMILIES, make_task
+from clover.tasks import ALL_FAMILIES, FAMILIES, make_task, wordings_of
 from clover.tasks.domains import DOMAINS
 
 _SEED = 4
@@ -30,6 +30,10 @@ wording by its place in its list (one in five, rounded up), a domain by its noun
 {len(DOMAINS.train) + len(DOMAINS.held_out)}). As often as not a domain of `train` and `seen` is made up,
 with invented words for noun, fields and options: schemas are to be read, not remembered.
 
+What is held out of a wording is the phrase. Its words occur in other wordings that the same family
+trains on, because a model without pretraining cannot know what a word means that it has never met.
+Greetings, thanks, the case of the first letter and the final stop vary on both sides of the split.
+
 Checks of `python_function` and `terminal` run the reply in
 [bubblewrap](https://github.com/containers/bubblewrap), without network and with limits on processor
 time, wall time, memory, file size and processes (`clover/tasks/sandbox.py`). Without bubblewrap they
@@ -45,8 +49,23 @@ def main() -> None:
 def page() -> str:
     """Returns the page: every family with one example."""
     return "\n".join(
-        [_INTRODUCTION, *(line for family in ALL_FAMILIES for line in _describe(family))]
+        [
+            _INTRODUCTION,
+            *_count_wordings(),
+            *(line for family in ALL_FAMILIES for line in _describe(family)),
+        ]
     )
+
+
+def _count_wordings() -> Iterator[str]:
+    yield "| family | lists | wordings of training | held out |"
+    yield "|---|---|---|---|"
+    for family in ALL_FAMILIES:
+        if lists := wordings_of(family).values():
+            trained = sum(len(wordings.train) for wordings in lists)
+            held_out = sum(len(wordings.held_out) for wordings in lists)
+            yield f"| `{family}` | {len(lists)} | {trained} | {held_out} |"
+    yield ""
 
 
 def _describe(family: str) -> Iterator[str]:

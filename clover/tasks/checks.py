@@ -78,7 +78,7 @@ class Sentence:
         mentions: Words or numbers that must occur.
         avoids: Words or numbers that must not, such as the other values of a result.
         asks: Whether it must be a question, or must not be.
-        refuses: Whether it must say no, or must not.
+        refuses: Whether it must say no, or must not; a "none" that it has to mention says nothing.
     """
 
     mentions: Sequence[str] = ()
@@ -89,13 +89,14 @@ class Sentence:
     def accepts(self, reply: Message) -> bool:
         """Returns whether the reply says what it has to."""
         words = _words(reply.content)
+        mentioned = {word for each in self.mentions for word in _words(each)}
         return (
             not reply.tool_calls
             and bool(words)
             and all(_words(each) <= words for each in self.mentions)
             and not any(_words(each) <= words for each in self.avoids)
             and self.asks == reply.content.rstrip().endswith("?")
-            and self.refuses == bool(words & _REFUSALS)
+            and self.refuses == bool((words - mentioned) & _REFUSALS)
         )
 
 

@@ -8,19 +8,10 @@ from clover.chat import Message
 from clover.tasks.checks import NumberIn
 from clover.tasks.columns import work_out_step
 from clover.tasks.numbers import draw_number
-from clover.tasks.parted import lines, say
+from clover.tasks.parted import ask, read_wordings
 from clover.tasks.task import Draft
 
-_ASK = lines("""\
-What is {sum}?
-[Compute|Calculate|Work out] {sum}.
-{sum} = ?
-How much is {sum}?
-[Please give|Tell] me the value of {sum}.
-[Find|Say] the result of {sum}.
-I need {sum}.
-[Solve|Do] this: {sum}
-""")
+_ASK = read_wordings("expression")["ask"]
 
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
@@ -34,7 +25,7 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
         thoughts.append(thought)
     return Draft(
         key=written,
-        request=say(rng, _ASK.draw(rng, held_out), sum=written),
+        request=ask(rng, _ASK.draw(rng, held_out), sum=written),
         reply=Message("assistant", content=str(answer), thinking="\n".join(thoughts)),
         check=NumberIn(answer),
     )

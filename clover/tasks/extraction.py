@@ -14,47 +14,15 @@ from typing import Any
 from clover.chat import Message
 from clover.tasks.checks import JsonValue
 from clover.tasks.domains import Domain, draw_domain
-from clover.tasks.fields import (
-    DETAILS,
-    Fact,
-    draw_fact,
-    object_schema,
-    say_facts,
-    say_sentence,
-)
-from clover.tasks.parted import capitalize, lines, say
+from clover.tasks.fields import DETAILS, Fact, draw_fact, object_schema, say_facts
+from clover.tasks.parted import ask, capitalize, read_wordings, say
 from clover.tasks.task import Draft
 from clover.tasks.tools import nouns
 
 _LIST_SHARE = 0.2
 _SENTENCES_SHARE = 0.4
 
-_ASK = lines("""\
-[Give|Return|Write] JSON for this schema: {schema}
-[As|To] JSON with the schema {schema}
-Fill [in|] the JSON schema {schema}
-Extract JSON. Schema: {schema}
-JSON schema: {schema}
-[Answer|Reply] with JSON that fits {schema}
-[Read|Take] the values of {schema} from the text as JSON
-[Turn|Convert] it into JSON: {schema}
-""")
-_LAYOUTS = lines("""\
-{text}<>{ask}
-{ask}<>{text}
-Text: {text}<>{ask}
-{ask}<>Text: {text}
-"{text}"<>{ask}
-""")
-_INTRODUCTIONS = lines("""\
-[This is|Here is] {a_noun}{details}.
-[We have|I found] {a_noun}{details}.
-{a_noun}{details}.
-There is {a_noun}{details}.
-[Yesterday|Today] I saw {a_noun}{details}.
-[The file|My notebook] describes {a_noun}{details}.
-It is about {a_noun}{details}.
-""")
+_WORDINGS = read_wordings("extraction")
 
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
@@ -75,11 +43,11 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     value: Any = records[0]
     if count > 1:
         value, schema = records, {"type": "array", "items": schema}
-    ask = say(rng, _ASK.draw(rng, held_out), schema=json.dumps(schema))
-    layout = _LAYOUTS.draw(rng, held_out)
+    question = ask(rng, _WORDINGS["ask"].draw(rng, held_out), schema=json.dumps(schema))
+    layout = _WORDINGS["layout"].draw(rng, held_out)
     return Draft(
         key=json.dumps(value),
-        request=layout.replace("<>", "\n").format(text=" ".join(texts), ask=ask),
+        request=layout.replace("<>", "\n").format(text=" ".join(texts), ask=question),
         reply=Message("assistant", content=json.dumps(value)),
         check=JsonValue(value, schema),
     )
@@ -87,11 +55,16 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
 
 def _tell(rng: random.Random, held_out: bool, domain: Domain, facts: Sequence[Fact]) -> str:
     """Returns a record in words: one sentence for all of it, or one for each value."""
-    pattern = _INTRODUCTIONS.draw(rng, held_out)
+    pattern = _WORDINGS["introduction"].draw(rng, held_out)
     if rng.random() >= _SENTENCES_SHARE:
         details = say_facts(rng, held_out, facts, DETAILS)
         return capitalize(say(rng, pattern, details=details, **nouns(rng, domain)))
     leaves = [leaf for fact in facts for leaf in fact.leaves()]
     rng.shuffle(leaves)
     first = capitalize(say(rng, pattern, details="", **nouns(rng, domain)))
-    return " ".join([first, *(say_sentence(rng, held_out, leaf) for leaf in leaves)])
+    return " ".join([first, *(_say_sentence(rng, held_out, leaf) for leaf in leaves)])
+
+
+def _say_sentence(rng: random.Random, held_out: bool, fact: Fact) -> str:
+    pattern = _WORDINGS["sentence"].draw(rng, held_out)
+    return say(rng, pattern, name=fact.field.spoken, value=fact.said)

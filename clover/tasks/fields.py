@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from clover.tasks.domains import Field
-from clover.tasks.parted import Parted, join_words, lines, say
+from clover.tasks.parted import Parted, attach, join_words, read_wordings
 from clover.tasks.words import OBJECTS, PEOPLE, PLACES
 
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _TWO_WORDS = 0.1
+_SLOT = r"\{(?:name|value)\}"
+_TWO_FACTS = re.compile(
+    rf"(?P<lead>[^{{]*)(?P<fact>{_SLOT}[^{{]*{_SLOT})(?P<joint>[^{{]*)(?P<again>.*\}})(?P<end>.*)",
+    re.DOTALL,
+)
 _PHRASED = 0.6  # share of values that are said by a phrase instead of the field's name
 
 
@@ -133,63 +139,28 @@ class Style:
 
     lead: str
     fact: str
-    joint: str = ", "
-    end: str = ""
+    joint: str
+    end: str
 
 
-DETAILS: Parted[Style] = Parted.of(
-    Style(" with ", "{name} {value}", " and "),
-    Style(" with ", "{name} {value}"),
-    Style(": ", "{name} {value}"),
-    Style(": ", "{value} for {name}"),
-    Style(" (", "{name}: {value}", end=")"),
-    Style(" [", "{name} = {value}", "; ", "]"),
-    Style(". The ", "{name} is {value}", ". The "),
-    Style(". Use ", "{value} as {name}", " and "),
-    Style(", ", "{name} = {value}"),
-    Style(", ", "{value} as the {name}"),
-    Style(" - ", "{name} {value}", " - "),
-    Style("; ", "{name} is {value}", "; "),
-    Style(". Set ", "{name} to {value}", " and "),
-    Style(".\n", "{name}: {value}", "\n"),
-    Style(" having ", "{name} {value}", " and "),
-)
-FILTERS: Parted[Style] = Parted.of(
-    Style(" with ", "{name} {value}", " and "),
-    Style(" whose ", "{name} is {value}", " and "),
-    Style(" where ", "{name} is {value}", " and "),
-    Style(" that has ", "{name} {value}", " and "),
-    Style(" having ", "{name} {value}", " and "),
-    Style(" with ", "{value} as {name}", " and "),
-    Style(" that has ", "{value} as {name}", " and "),
-    Style(" where the ", "{name} is {value}", " and the "),
-    Style(" (", "{name}: {value}", end=")"),
-    Style(" [", "{name} = {value}", end="]"),
-)
-CHANGES: Parted[Style] = Parted.of(
-    Style(": ", "{name} {value}"),
-    Style(": ", "{name} is {value}"),
-    Style(". Set ", "{name} to {value}", " and "),
-    Style(". The ", "{name} should be {value}", " and the "),
-    Style(". Use ", "{value} as {name}", " and "),
-    Style("; ", "{name} becomes {value}", "; "),
-    Style(". Make the ", "{name} {value}", " and the "),
-    Style(", ", "{name} = {value}"),
-    Style(" - ", "{name} {value}", " - "),
-    Style(".\n", "{name}: {value}", "\n"),
-)
-_SENTENCES = lines("""\
-[The |Its |]{name} is {value}.
-{name}: {value}.
-It has [the |]{name} {value}.
-[We have |There is |]{value} as {name}.
-For {name} we noted {value}.
-{name} = {value}.
-{value} is [the|its] {name}.
-The {name} given is {value}.
-{name}, {value}.
-Under {name} it says {value}.
-""")
+def _styles(wordings: Parted[str]) -> Parted[Style]:
+    return Parted(
+        train=tuple(map(_read_style, wordings.train)),
+        held_out=tuple(map(_read_style, wordings.held_out)),
+    )
+
+
+def _read_style(example: str) -> Style:
+    """Returns the style in which `example` lists two facts; `<>` stands for a new line."""
+    parts = _TWO_FACTS.fullmatch(attach(example).replace("<>", "\n"))
+    assert parts and parts["fact"] == parts["again"], f"not two facts in one style: {example}"
+    return Style(parts["lead"], parts["fact"], parts["joint"], parts["end"])
+
+
+_WORDINGS = read_wordings("fields")
+DETAILS = _styles(_WORDINGS["details"])
+FILTERS = _styles(_WORDINGS["filters"])
+CHANGES = _styles(_WORDINGS["changes"])
 
 
 def say_facts(
@@ -214,12 +185,6 @@ def say_facts(
     style = styles.draw(rng, held_out)
     listed = [style.fact.format(name=fact.field.spoken, value=fact.said) for fact in left]
     return said + style.lead + style.joint.join(listed) + style.end
-
-
-def say_sentence(rng: random.Random, held_out: bool, fact: Fact) -> str:
-    """Returns one fact as a sentence of its own."""
-    pattern = _SENTENCES.draw(rng, held_out)
-    return say(rng, pattern, name=fact.field.spoken, value=fact.said)
 
 
 def _say_phrases(facts: Sequence[Fact]) -> tuple[str, list[Fact]]:

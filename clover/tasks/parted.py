@@ -1,7 +1,7 @@
 """Things that training uses and things of the same kind that only held-out tasks use.
 
-`words` parts single words by their hash. Sentences, schemas and kinds of item come in short lists,
-where a share must be sure: here every fifth of a list, in the order of hashes, is held out.
+`words` parts single words by their hash. Wordings and kinds of item come in short lists, where a
+share must be sure: here every fifth of a list, in the order of hashes, is held out.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 HELD_OUT_EVERY = 5
+_WORDINGS = Path(__file__).with_name("wordings")
 _ALTERNATIVES = re.compile(r"\[([^][]*)\]")
+# Manners that say nothing: both sides of a split have them
+_MANNER_SHARE = 0.1
+_OPENINGS = ("Hello. ", "Hi. ", "OK, ", "So, ", "Well, ")
+_CLOSINGS = (" Thanks.", " Thank you.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +44,18 @@ class Parted(Generic[T]):
         return rng.choice(self.held_out if held_out else self.train)
 
 
-def lines(text: str) -> Parted[str]:
-    """Returns the non-empty lines of `text`, parted."""
-    return Parted.of(*filter(None, text.splitlines()))
+def read_wordings(name: str) -> dict[str, Parted[str]]:
+    """Returns the lists of `wordings/NAME.txt` by name, each parted.
+
+    A list is the lines below its heading, `# name: what they say`.
+    """
+    lists: dict[str, list[str]] = {}
+    for line in (_WORDINGS / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            wordings = lists.setdefault(line[2:].partition(":")[0], [])
+        elif line:
+            wordings.append(line)
+    return {name: Parted.of(*wordings) for name, wordings in lists.items()}
 
 
 def say(rng: random.Random, pattern: str, **slots: object) -> str:
@@ -48,13 +63,56 @@ def say(rng: random.Random, pattern: str, **slots: object) -> str:
 
     A pattern with all its alternatives lies on one side of a split.
     """
-    chosen = _ALTERNATIVES.sub(lambda match: rng.choice(match[1].split("|")), pattern)
-    return chosen.format(**slots)
+    return _choose(rng, pattern).format(**slots)
+
+
+def ask(rng: random.Random, pattern: str, **slots: object) -> str:
+    """Returns a request of `pattern`, as `say` does, in one of the manners of `vary`."""
+    return vary(rng, _choose(rng, pattern)).format(**slots)
+
+
+def vary(rng: random.Random, request: str) -> str:
+    """Returns `request`, now and then with a word before it, thanks, other case, or other stop.
+
+    What it means stays the same, and so do its slots: nothing is put behind one, where it would seem
+    to be part of the value.
+    """
+    if rng.random() < _MANNER_SHARE:
+        opening = rng.choice(_OPENINGS)
+        request = opening + (uncapitalize(request) if opening.endswith(", ") else request)
+    elif rng.random() < _MANNER_SHARE and not _is_about_me(request):
+        request = request[:1].swapcase() + request[1:]
+    if rng.random() < _MANNER_SHARE:
+        if request.endswith("."):
+            request = request[:-1]
+        elif request[-1].isalpha():
+            request += "."
+    if rng.random() < _MANNER_SHARE and request[-1] in ".?":
+        request += rng.choice(_CLOSINGS)
+    return request
+
+
+def _choose(rng: random.Random, pattern: str) -> str:
+    return _ALTERNATIVES.sub(lambda match: rng.choice(match[1].split("|")), pattern)
+
+
+def _is_about_me(sentence: str) -> bool:
+    return sentence.startswith("I ")
 
 
 def capitalize(sentence: str) -> str:
     """Returns `sentence` with a capital first letter, the rest as it is."""
     return sentence[:1].upper() + sentence[1:]
+
+
+def uncapitalize(sentence: str) -> str:
+    """Returns `sentence` with a small first letter, unless it begins with "I"."""
+    return sentence if _is_about_me(sentence) else sentence[:1].lower() + sentence[1:]
+
+
+def attach(phrase: str) -> str:
+    """Returns `phrase` as it follows a word: behind a space, unless it begins with punctuation."""
+    return phrase if phrase[0] in ",.:;" else f" {phrase}"
 
 
 def join_words(words: Iterable[str], last: str = " and ") -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clover.chat import Message
-from clover.tasks.parted import Parted, lines, say
+from clover.tasks.parted import Parted, ask, attach, read_wordings
 from clover.tasks.sandbox import run_sandboxed
 from clover.tasks.task import Draft
 from clover.tasks.words import OBJECTS
@@ -140,24 +140,7 @@ def _combine(
 _NUMBER_SHAPES = _combine(_NUMBER_FILTERS, _NUMBER_CHANGES, _NUMBER_REDUCTIONS)
 _WORD_SHAPES = _combine(_WORD_FILTERS, _WORD_CHANGES, _WORD_REDUCTIONS)
 
-_ASK = lines("""\
-Write a Python function {call} that returns {what}.
-[Define|Write] {call} in Python. It returns {what}.
-Python function {call}: {what}
-[I need|Give me] a function {call} in Python [for|that gives] {what}.
-[Code|Compose] {call} so that it returns {what}.
-The Python function {call} should return {what}.
-{call} returns {what}. Write it in Python.
-In Python, [write|define] {call}, which gives {what}.
-Please write {call} to [get|compute] {what}, in Python.
-""")
-_EACH = lines("""\
-, each {change}
-, every one {change}
- after each is {change}
- (each {change})
- once each is {change}
-""")
+_WORDINGS = read_wordings("python_function")
 
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
@@ -177,7 +160,7 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     name = OBJECTS.draw(rng, held_out)
     what = f"{reduce.words} the {keep.words.format(things=things, k=_quote(k))}"
     if change.words:
-        pattern = _EACH.draw(rng, held_out)
+        pattern = attach(_WORDINGS["each"].draw(rng, held_out))
         what += pattern.format(change=change.words.format(k=_quote(m)))
     each = f"{change.code.format(k=_quote(m))} for x in {things}"
     if keep.code:
@@ -187,7 +170,7 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     expected = [reduce.run([change.run(x, m) for x in xs if keep.run(x, k)]) for xs in inputs]
     return Draft(
         key=code.split("(", 1)[1],
-        request=say(rng, _ASK.draw(rng, held_out), call=f"{name}({things})", what=what),
+        request=ask(rng, _WORDINGS["ask"].draw(rng, held_out), call=f"{name}({things})", what=what),
         reply=Message("assistant", content=code),
         check=FunctionTests(name, [[each] for each in inputs], expected),
     )

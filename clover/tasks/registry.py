@@ -20,6 +20,7 @@ from clover.tasks import (
     tool_use,
     word_problem,
 )
+from clover.tasks.parted import Parted, read_wordings
 from clover.tasks.task import SPLITS, Draft, Task, belongs_to_seen
 
 _DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
@@ -33,6 +34,15 @@ _DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
     "extraction": extraction.draw,
     "python_function": python_function.draw,
     "terminal": terminal.draw,
+}
+# Families whose wordings are parted, and the files that these wordings are read from
+_WORDINGS: dict[str, tuple[str, ...]] = {
+    "tool_use": ("tool_use", "tools", "fields"),
+    "expression": ("expression",),
+    "word_problem": ("word_problem",),
+    "extraction": ("extraction", "fields"),
+    "python_function": ("python_function",),
+    "terminal": ("terminal",),
 }
 _THINKING = frozenset({"arithmetic", "expression", "word_problem"})
 
@@ -103,6 +113,17 @@ def sample_tasks(
     for _ in range(n):
         family = rng.choices(families, cum_weights=shares)[0]
         yield make_task(family, rng.getrandbits(48), split)
+
+
+def wordings_of(family: str) -> dict[str, Parted[str]]:
+    """Returns the lists of wordings that `family` draws from, by name; none where none is held out."""
+    return {
+        name: wordings
+        for file in _WORDINGS.get(family, ())
+        for name, wordings in read_wordings(file).items()
+        # A text to extract from only tells: nothing is searched for or changed
+        if not (family == "extraction" and name in ("filters", "changes"))
+    }
 
 
 def _check(what: str, found: str, known: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clover.chat import Message
-from clover.tasks.parted import Parted, lines, say
+from clover.tasks.parted import Parted, ask, read_wordings
 from clover.tasks.sandbox import run_sandboxed
 from clover.tasks.task import Draft
 from clover.tasks.words import OBJECTS
@@ -282,157 +282,29 @@ def _of_kind(tree: _Tree, folder: str, extension: str) -> list[str]:
     return [path for path in tree.inside(folder) if path.endswith(f".{extension}")]
 
 
+_WORDINGS = read_wordings("terminal")
 _REQUESTS: dict[Callable[[_Job], str], Parted[str]] = {
-    _move: lines("""\
-[Please |]move {f} [in|]to {d}
-Put {f} into {d}
-{f} [belongs|should go] in {d}
-[Can|Could] you move {f} to the directory {d}
-I want {f} in {d} instead
-"""),
-    _rename: lines("""\
-[Please |]rename {f} to {new}
-{f} should be called {new}
-Give {f} the name {new}
-[Can|Could] you rename {f} as {new}
-Change the name of {f} to {new}
-"""),
-    _copy: lines("""\
-[Please |]copy {f} [in|]to {d}
-Put a copy of {f} into {d}
-{d} needs a copy of {f}
-[Can|Could] you copy {f} to the directory {d}
-I want {f} in {d} as well
-"""),
-    _remove: lines("""\
-[Please |][remove|delete] {f}
-Get rid of {f}
-{f} is not needed any more
-[Can|Could] you delete {f}
-I no longer want {f}
-"""),
-    _remove_folder: lines("""\
-[Please |][remove|delete] the directory {d}
-Get rid of {d} and all in it
-The directory {d} is not needed any more
-[Can|Could] you delete all of {d}
-I no longer want {d} and its files
-"""),
-    _remove_kind: lines("""\
-[Please |][remove|delete] the {e} files in {d}
-Get rid of all {e} files in {d}
-The {e} files of {d} are not needed any more
-[Can|Could] you delete every {e} file of {d}
-{d} should have no {e} files
-"""),
-    _make_folder: lines("""\
-[Please |][make|create] a directory {new}
-I need a directory called {new}
-There should be a directory {new}
-[Can|Could] you add a directory named {new}
-Set up the directory {new}
-"""),
-    _make_file: lines("""\
-[Please |][make|create] an empty file {new} in {d}
-I need an empty {new} in {d}
-There should be an empty file {new} in {d}
-[Can|Could] you add an empty file called {new} to {d}
-{d} needs an empty file {new}
-"""),
-    _append: lines("""\
-[Please |][append|add] the line {text} to {f}
-Write {text} at the end of {f}
-{f} needs {text} as its last line
-[Can|Could] you append {text} to {f}
-Put {text} below the text of {f}
-"""),
-    _overwrite: lines("""\
-[Please |]replace the text of {f} by {text}
-Write only {text} into {f}
-{f} should contain {text} and nothing else
-[Can|Could] you overwrite {f} with {text}
-Make {text} the whole text of {f}
-"""),
-    _show: lines("""\
-[Please |][show|print] {f}
-What is in {f}?
-What does {f} say?
-[Can|Could] you print all of {f}
-I want to read {f}
-"""),
-    _first_lines: lines("""\
-[Please |][show|print] the first {n} lines of {f}
-What are the first {n} lines of {f}?
-How does {f} begin? Give {n} lines
-[Can|Could] you print the top {n} lines of {f}
-I want to read {n} lines from the start of {f}
-"""),
-    _last_lines: lines("""\
-[Please |][show|print] the last {n} lines of {f}
-What are the last {n} lines of {f}?
-How does {f} end? Give {n} lines
-[Can|Could] you print the bottom {n} lines of {f}
-I want to read {n} lines at the end of {f}
-"""),
-    _sort_lines: lines("""\
-[Please |][show|print] the lines of {f} sorted
-What are the lines of {f} in order?
-Sort {f} and print it
-[Can|Could] you print {f} in sorted order
-I want to read {f} sorted
-"""),
-    _count_lines: lines("""\
-[Please |]count the lines of {f}
-How many lines has {f}?
-How long is {f} in lines?
-[Can|Could] you count how many lines {f} has
-I want the number of lines in {f}
-"""),
-    _search: lines("""\
-[Please |][show|print] the lines of {f} with {text}
-Where does {f} say {text}? Give the lines
-Search {f} for {text}
-[Can|Could] you find the lines with {text} in {f}
-I want the lines of {f} that contain {text}
-"""),
-    _search_files: lines("""\
-[Please |]list the files in {d} with {text}
-Which files in {d} contain {text}?
-Search {d} for files that say {text}
-[Can|Could] you find the files of {d} with {text} in them
-I want the names of files in {d} that contain {text}
-"""),
-    _list_folder: lines("""\
-[Please |]list {d}
-Which files are in {d}?
-What does the directory {d} hold?
-[Can|Could] you list the files in {d}
-I want the names of the files in {d}
-"""),
-    _count_files: lines("""\
-[Please |]count the files in {d}
-How many files are in {d}?
-How many files does {d} hold?
-[Can|Could] you count how many files {d} has
-I want the number of files in {d}
-"""),
-    _find_kind: lines("""\
-[Please |]find all {e} files
-Which {e} files are there?
-Where are the {e} files?
-[Can|Could] you list every {e} file in all directories
-I want the paths of the {e} files
-"""),
+    _move: _WORDINGS["move"],
+    _rename: _WORDINGS["rename"],
+    _copy: _WORDINGS["copy"],
+    _remove: _WORDINGS["remove"],
+    _remove_folder: _WORDINGS["remove_folder"],
+    _remove_kind: _WORDINGS["remove_kind"],
+    _make_folder: _WORDINGS["make_folder"],
+    _make_file: _WORDINGS["make_file"],
+    _append: _WORDINGS["append"],
+    _overwrite: _WORDINGS["overwrite"],
+    _show: _WORDINGS["show"],
+    _first_lines: _WORDINGS["first_lines"],
+    _last_lines: _WORDINGS["last_lines"],
+    _sort_lines: _WORDINGS["sort_lines"],
+    _count_lines: _WORDINGS["count_lines"],
+    _search: _WORDINGS["search"],
+    _search_files: _WORDINGS["search_files"],
+    _list_folder: _WORDINGS["list_folder"],
+    _count_files: _WORDINGS["count_files"],
+    _find_kind: _WORDINGS["find_kind"],
 }
-_LAYOUTS = lines("""\
-Files:<>{files}<>{ask}
-{files}<>{ask}
-{ask}<>Files:<>{files}
-{ask}<>{files}
-Give a shell command.<>{files}<>{ask}
-Tree:<>{files}<>{ask}
-{ask} (shell)<>{files}
-""")
 
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
@@ -441,13 +313,13 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     job = _Job(rng, held_out, before=tree, after=tree.copy())
     make = rng.choice(list(_REQUESTS))
     command = make(job)
-    ask = say(rng, _REQUESTS[make].draw(rng, held_out), **job.slots)
+    request = ask(rng, _REQUESTS[make].draw(rng, held_out), **job.slots)
     paths = list(tree.files)
     rng.shuffle(paths)
-    layout = _LAYOUTS.draw(rng, held_out)
+    layout = _WORDINGS["layout"].draw(rng, held_out)
     return Draft(
         key=f"{sorted(tree.files)} {command}",
-        request=layout.replace("<>", "\n").format(files="\n".join(paths), ask=ask),
+        request=layout.replace("<>", "\n").format(files="\n".join(paths), ask=request),
         reply=Message("assistant", content=command),
         check=Effect(
             files=tree.files,

@@ -17,7 +17,7 @@ from clover.chat import Message, ToolCall
 from clover.tasks.checks import Calls, Sentence
 from clover.tasks.domains import Domain, Field, draw_domain
 from clover.tasks.fields import CHANGES, DETAILS, FILTERS, Fact, draw_fact, say_facts
-from clover.tasks.parted import capitalize, lines, say
+from clover.tasks.parted import attach, capitalize, read_wordings, say, uncapitalize, vary
 from clover.tasks.task import Check, Draft
 from clover.tasks.tools import (
     ACTIONS,
@@ -44,62 +44,7 @@ _SAME_TOOL = 0.5
 _SAME_NOUN = 0.3
 _TRIES = 12
 
-_CHATTER = lines("""\
-[The weather is nice today|It rains again].
-[Lunch|Breakfast] was good.
-[Sorry|Thanks] for the wait.
-I am [in a hurry|rather tired].
-[Good morning|Hello|Hi].
-My phone is almost empty.
-This is for the yearly check.
-[Nobody|Everybody] told me about it.
-We talked about it yesterday.
-The office was [loud|quiet] all day.
-I do not remember the rest.
-[Take your time|Do it when you can].
-""")
-_THEN = lines("""\
-. [Then|Also|Next], {request}
-, and [then |also |]{request}
-; {request}
-. After that, {request}
-. And {request}
-, then {request}
-""")
-_CHANGE_FOUND = lines("""\
-[Please |]{act} the {noun}{which}{args}
-The {noun}{which} [has changed|is different]{args}
-[Can|Could] you {act} the {noun}{which}{args}
-I [want|need] to {act} the {noun}{which}{args}
-For the {noun}{which}, {act} the data{args}
-[Look for|Find] the {noun}{which} and {act} it{args}
-There is a mistake in the {noun}{which}{args}
-""")
-_DELETE_FOUND = lines("""\
-[Please |]{act} the {noun}{which}
-[Can|Could] you {act} the {noun}{which}
-I no longer need the {noun}{which}
-The {noun}{which} can go
-[Look for|Find] the {noun}{which} and {act} it
-I [want|need] to {act} the {noun}{which}
-We can do without the {noun}{which}
-""")
-_ASK_FOUND = lines("""\
-What is the {field} of the {noun}{which}?
-[Tell|Give] me the {field} of the {noun}{which}
-[Please say|I need to know] the {field} of the {noun}{which}
-Which {field} has the {noun}{which}?
-{field} of the {noun}{which}?
-For the {noun}{which}, what is the {field}?
-[Look for|Find] the {noun}{which} and tell me its {field}
-""")
-_LINK_FOUND = lines("""\
-For the {other}{which}, {act} {a_noun}{args}
-[Look for|Find] the {other}{which} and {act} {a_noun} for it{args}
-The {other}{which} needs {a_noun}{args}
-[Can|Could] you give the {other}{which} {a_noun}{args}
-The {other}{which} gets {a_noun}{args}
-""")
+_WORDINGS = read_wordings("tool_use")
 
 
 def draw(rng: random.Random, held_out: bool) -> Draft:
@@ -186,7 +131,8 @@ def _several_calls(rng: random.Random, held_out: bool) -> Draft:
         calls.append(call)
         said = say_request(rng, held_out, tool, facts)
         if request:
-            said = say(rng, _THEN.draw(rng, held_out), request=_uncapitalize(said))
+            pattern = attach(_WORDINGS["then"].draw(rng, held_out))
+            said = say(rng, pattern, request=uncapitalize(said))
         request += said
     chat = _Chat(
         key=str(calls),
@@ -204,10 +150,10 @@ def _change_found(rng: random.Random, held_out: bool) -> Draft:
     number = draw_fact(rng, held_out, ID)
     facts = [each for each in draw_facts(rng, held_out, change) if each.field is not ID]
     call = change.call([number, *facts])
-    pattern = (_DELETE_FOUND if change.action is DELETE else _CHANGE_FOUND).draw(rng, held_out)
+    wordings = _WORDINGS["delete_found" if change.action is DELETE else "change_found"]
     request = say(
         rng,
-        pattern,
+        wordings.draw(rng, held_out),
         act=rng.choice(change.action.said),
         which=say_facts(rng, held_out, [fact], FILTERS),
         args=say_facts(rng, held_out, facts, CHANGES, phrased=0.0),
@@ -236,7 +182,7 @@ def _create_for_found(rng: random.Random, held_out: bool) -> Draft:
     call = create.call([number, *facts])
     request = say(
         rng,
-        _LINK_FOUND.draw(rng, held_out),
+        _WORDINGS["link_found"].draw(rng, held_out),
         other=nouns(rng, other)["noun"],
         act=rng.choice(CREATE.said),
         which=say_facts(rng, held_out, [fact], FILTERS),
@@ -283,7 +229,7 @@ def _answer_found(rng: random.Random, held_out: bool) -> Draft:
     answer = draw_fact(rng, held_out, asked)
     request = say(
         rng,
-        _ASK_FOUND.draw(rng, held_out),
+        _WORDINGS["ask_found"].draw(rng, held_out),
         field=asked.spoken,
         which=say_facts(rng, held_out, [fact], FILTERS),
         **nouns(rng, domain),
@@ -399,13 +345,9 @@ def _dress(rng: random.Random, held_out: bool, request: str) -> str:
     if request[-1] not in ".?":
         request += "."
     if rng.random() >= _CHATTER_SHARE:
-        return request
-    chatter = say(rng, _CHATTER.draw(rng, held_out))
+        return vary(rng, request)
+    chatter = say(rng, _WORDINGS["chatter"].draw(rng, held_out))
     return rng.choice((f"{chatter} {request}", f"{request} {chatter}"))
-
-
-def _uncapitalize(sentence: str) -> str:
-    return sentence if sentence.startswith("I ") else sentence[:1].lower() + sentence[1:]
 
 
 _KINDS: tuple[Callable[[random.Random, bool], Draft], ...] = (

@@ -19,11 +19,12 @@ from clover.tasks.fields import (
     object_schema,
     say_facts,
 )
-from clover.tasks.parted import Parted, capitalize, lines, say
+from clover.tasks.parted import Parted, capitalize, read_wordings, say
 
 _SYNONYMS = 0.25  # share of requests that call the noun something else than the tool does
 _OPTIONAL = 0.5  # share of optional parameters that a request gives a value
 _DESCRIBED = 0.1
+_WORDINGS = read_wordings("tools")
 ID = Field("id", "number")
 _SIMPLE = frozenset({"person", "place", "thing", "number", "day", "time", "choice"})
 
@@ -46,41 +47,15 @@ CREATE = Action(
     past="Created",
     styles=DETAILS,
     phrased=0.6,
-    frames=lines("""\
-[Please |]{act} {a_noun}{args}
-[Can|Could|Would] you {act} {a_noun}{args}
-I [want|need|have] to {act} {a_noun}{args}
-[We need|I need|I want] {a_noun}{args}
-I would like [to {act} |]{a_noun}{args}
-There [should|must] be {a_noun}{args}
-[Now|Next step:|Time to] {act} {a_noun}{args}
-Let us {act} {a_noun}{args}
-{a_noun}{args}
-[My boss|Our client] [wants|asked for] {a_noun}{args}
-[Go and|Be so kind and] {act} {a_noun}{args}
-Do {act} {a_noun}{args}
-It is time for {a_noun}{args}
-[Help me to|I ask you to] {act} {a_noun}{args}
-"""),
+    frames=_WORDINGS["create"],
 )
 FIND = Action(
     verbs=("find", "get"),
-    said=("find", "look up", "search for", "show me", "get"),
+    said=("find", "look up", "search for", "show", "get"),
     past="Found",
     styles=FILTERS,
     phrased=0.6,
-    frames=lines("""\
-[Please |]{act} the {noun}{args}
-[Can|Could] you {act} the {noun}{args}
-I [want|need] to {act} the {noun}{args}
-[Is there|Do we have] {a_noun}{args}
-I am [looking|searching] for {a_noun}{args}
-[Where is|What about] the {noun}{args}
-I have to see the {noun}{args}
-[Now|Quickly] {act} the {noun}{args}
-[Help me to|Try to] {act} the {noun}{args}
-I wonder about the {noun}{args}
-"""),
+    frames=_WORDINGS["find"],
 )
 UPDATE = Action(
     verbs=("update", "change"),
@@ -88,18 +63,7 @@ UPDATE = Action(
     past="Updated",
     styles=CHANGES,
     phrased=0.0,
-    frames=lines("""\
-[Please |]{act} [the |]{noun} {id}{args}
-[Can|Could] you {act} [the |]{noun} {id}{args}
-I [want|need] to {act} {noun} {id}{args}
-[The |]{noun} {id} [has changed|is different]{args}
-For {noun} {id}, {act} the data{args}
-[The |]{noun} with id {id} needs a change{args}
-[Now|Next step:] {act} {noun} number {id}{args}
-Let us {act} {noun} {id}{args}
-There is a mistake in {noun} {id}{args}
-[Help me to|I ask you to] {act} {noun} {id}{args}
-"""),
+    frames=_WORDINGS["update"],
 )
 DELETE = Action(
     verbs=("delete", "cancel"),
@@ -107,18 +71,7 @@ DELETE = Action(
     past="Deleted",
     styles=FILTERS,
     phrased=0.0,
-    frames=lines("""\
-[Please |]{act} [the |]{noun} {id}{args}
-[Can|Could] you {act} [the |]{noun} {id}{args}
-I [want|need] to {act} {noun} {id}{args}
-I no longer need [the |]{noun} {id}{args}
-Please get rid of [the |]{noun} {id}{args}
-[The |]{noun} {id} is not needed any more{args}
-[Now|Next step:] {act} {noun} number {id}{args}
-Let us {act} {noun} {id}{args}
-[The |]{noun} with id {id} can go{args}
-We can do without {noun} {id}{args}
-"""),
+    frames=_WORDINGS["delete"],
 )
 ACTIONS = (CREATE, FIND, UPDATE, DELETE)
 

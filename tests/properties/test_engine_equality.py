@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clover.diffusion.generate import generate_all
-from clover.diffusion.policies import Autoregressive, EntropyBound, Exact, Policy, Threshold
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    PromptLookup,
+    Threshold,
+)
 from clover.diffusion.requests import (
     BlockCommitted,
     CanvasUpdated,
@@ -39,6 +46,11 @@ policies: st.SearchStrategy[Policy] = st.one_of(
     st.builds(Threshold, threshold=st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0])),
     st.builds(EntropyBound, bound=st.sampled_from([0.0, 0.5, 2.0])),
     st.builds(Exact, threshold=st.sampled_from([0.0, 0.2, 0.6, 1.0])),
+    st.builds(
+        PromptLookup,
+        num_draft_tokens=st.sampled_from([1, 4, 10]),
+        max_ngram_size=st.integers(1, 3),
+    ),
     st.just(Autoregressive()),
 )
 samplings = st.builds(
@@ -209,6 +221,8 @@ def small_request(rng: random.Random) -> EngineRequest:
         prompt_ids=[3 + rng.randrange(4) for _ in range(rng.randrange(1, 9))],
         max_tokens=rng.randrange(1, 10),
         sampling=SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(2**40)),
-        policy=rng.choice([Threshold(threshold=0.2), Exact(), Autoregressive(), EntropyBound()]),
+        policy=rng.choice(
+            [Threshold(threshold=0.2), Exact(), PromptLookup(), Autoregressive(), EntropyBound()]
+        ),
     )
     return EngineRequest(generation=generation, block_size=rng.choice([None, 4, 8]))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from clover.diffusion.generate import generate_all
-from clover.diffusion.policies import Autoregressive, EntropyBound, Exact, Policy, Threshold
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    PromptLookup,
+    Threshold,
+)
 from clover.diffusion.requests import Event, Finished, GenerationRequest, GenerationResult
+from clover.diffusion.sampling import SamplingParams
 from clover.engine.engine import Engine, EngineConfig
 from clover.engine.request import EngineRequest
 from clover.errors import CapacityError, ConfigError, GenerationError, PromptError, RequestError
@@ -20,6 +29,7 @@ POLICIES: tuple[Policy, ...] = (
     Threshold(threshold=0.5),
     EntropyBound(bound=1.5),
     Exact(threshold=0.2),
+    PromptLookup(),
     Autoregressive(),
 )
 
@@ -237,6 +247,37 @@ def test_a_later_turn_starts_from_the_state_that_the_earlier_one_left(
     (expected,) = generate_all(lively_model, [turn.generation])
     assert second.token_ids == expected.token_ids
     assert engine.stats.cached_tokens == second.stats.cached_tokens
+
+
+def test_a_text_that_ends_inside_an_accepted_draft_leaves_the_state_at_its_end(
+    lively_model: CloverForCausalLM,
+) -> None:
+    engine = Engine(lively_model)
+    always_nine = SamplingParams(logit_bias={9: 100.0})
+    (first,) = answer(
+        engine, make_request(Exact(threshold=0.0), sampling=always_nine, max_tokens=5)
+    )
+    assert (first.token_ids, first.stats.passes) == ((9,) * 5, 2)  # a draft of seven, cut at four
+    turn = make_request(prompt_ids=(*PROMPT, *first.token_ids, 8, 10))
+    (second,) = answer(engine, turn)
+    assert second.stats.cached_tokens == len(PROMPT) + 5
+    (expected,) = generate_all(lively_model, [turn.generation])
+    assert second.token_ids == expected.token_ids
+
+
+def test_predictions_may_be_read_in_place(lively_model: CloverForCausalLM) -> None:
+    diffusion = lively_model.config.diffusion
+    assert diffusion is not None
+    in_place = CloverForCausalLM(
+        replace(lively_model.config, diffusion=replace(diffusion, shift_logits=False))
+    )
+    in_place.load_state_dict(lively_model.state_dict())
+    requests = [make_request(policy) for policy in POLICIES]
+    results = answer(Engine(in_place), *requests)
+    for request, result in zip(requests, results, strict=True):
+        (expected,) = generate_all(in_place, [request.generation])
+        assert result.token_ids == expected.token_ids
+        assert result.stats.passes == expected.stats.passes
 
 
 def test_concurrent_requests_share_a_prefix(lively_model: CloverForCausalLM) -> None:

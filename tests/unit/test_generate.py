@@ -19,7 +19,14 @@ from clover.diffusion.generate import (
     generate_all,
     reserved_token_ids,
 )
-from clover.diffusion.policies import Autoregressive, EntropyBound, Exact, Policy, Threshold
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    PromptLookup,
+    Threshold,
+)
 from clover.diffusion.sampling import SamplingParams
 from clover.errors import GenerationError, PromptError, RequestError
 from clover.model.transformer import CloverForCausalLM
@@ -33,6 +40,7 @@ POLICIES: tuple[Policy, ...] = (
     Exact(),
     Exact(threshold=0.0),
     Autoregressive(),
+    PromptLookup(),
 )
 
 
@@ -111,7 +119,7 @@ def test_a_parent_is_decoded_autoregressively_and_refuses_other_policies(
     parent = make_model(tiny_config(diffusion=False))
     result = run_one(parent, Autoregressive(), sampling=SamplingParams(temperature=1.0, seed=2))
     assert len(result.token_ids) == 21
-    for policy in POLICIES[:-1]:
+    for policy in POLICIES[:-2]:
         with pytest.raises(RequestError, match="autoregressive parent"):
             generate(parent, [request(policy)])
 
@@ -166,7 +174,7 @@ def test_eos_ends_the_text_and_is_no_part_of_it(model: CloverForCausalLM, policy
     assert eos not in result.token_ids
     assert result.stats.tokens == len(result.token_ids) + 1
     assert result.text == as_letters(result.token_ids)
-    if isinstance(policy, Exact | Autoregressive):
+    if isinstance(policy, Exact | Autoregressive | PromptLookup):
         assert result.token_ids == tokens[: tokens.index(eos)]
 
 
@@ -264,6 +272,20 @@ def test_a_fused_pass_counts_once(model: CloverForCausalLM) -> None:
     assert (stats.passes, stats.previews, stats.commits) == (3, 3, 3)
     assert stats.tpf == BLOCK_SIZE
     assert stats.seconds > 0
+
+
+@pytest.mark.parametrize("is_parent", [False, True])
+def test_a_looked_up_draft_saves_passes_where_the_text_repeats_itself(
+    tiny_config: Callable[..., ModelConfig], is_parent: bool
+) -> None:
+    dull = CloverForCausalLM(tiny_config(diffusion=not is_parent, eos_token_ids=()))
+    dull.init_weights(torch.Generator().manual_seed(1))  # soon one token for ever
+    plain = run_one(dull, Autoregressive(), max_tokens=60)
+    result = run_one(dull, PromptLookup(num_draft_tokens=7), max_tokens=60)
+    assert result.token_ids == plain.token_ids
+    assert result.stats.previews == 0
+    assert result.stats.commits == result.stats.passes
+    assert 60 / 8 <= result.stats.passes < 20
 
 
 def test_autoregressive_takes_exactly_one_pass_a_token(model: CloverForCausalLM) -> None:

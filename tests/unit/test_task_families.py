@@ -29,12 +29,14 @@ from clover.tasks import (
     make_task,
     matches_reference,
     sample_tasks,
+    wordings_of,
 )
 from clover.tasks import domains as domains_module
 from clover.tasks.__main__ import page
+from clover.tasks.checks import Sentence
 from clover.tasks.columns import work_out_step
 from clover.tasks.domains import DOMAINS, Domain, draw_domain
-from clover.tasks.parted import Parted
+from clover.tasks.parted import Parted, vary
 from clover.tasks.words import (
     CHOICES,
     CITIES,
@@ -53,10 +55,11 @@ RUN_FAMILIES = ("python_function", "terminal")  # their checks need a sandbox
 READ_FAMILIES = tuple(family for family in NEW_FAMILIES if family not in RUN_FAMILIES)
 MANY = 200
 
-# A row of training is 256 to 512 tokens, and the tokenizer of today is not made for these families.
+# A row of training is 256 to 512 tokens, and the tokenizer of today is not made for these families:
+# most of tool use needs 200 with it, all others far less.
 MAX_PROMPT_TOKENS = 400
 TYPICAL_PROMPT_TOKENS = 200
-MIN_SHARE_OF_TYPICAL = 0.75
+MIN_SHARE_OF_TYPICAL = 0.7
 
 # Of the text of tasks of today: what the shipped clover-nano was trained on must not change.
 PINNED = {
@@ -306,6 +309,107 @@ def test_no_item_of_train_is_in_seen_or_heldout(family: str) -> None:
         assert not trained & {item_of(task) for task in tasks(family, split)}
 
 
+# Wordings.
+
+PARTED_FAMILIES = tuple(family for family in ALL_FAMILIES if wordings_of(family))
+ARTICLES = {"a", "an", "the"}
+# Who and what a wording is about may be left out of it; the rest is what its answer depends on
+CAST = {"p", "q", "things", "others", "act", "noun", "a_noun"}
+MANNERS = ("Hello. ", "Hi. ", "OK, ", "So, ", "Well, ", " Thanks.", " Thank you.")
+
+
+def spoken_words(wording: str) -> set[str]:
+    """The words of all alternatives, slots aside."""
+    return set(re.findall(r"[a-z]+", re.sub(r"\{\w+\}", " ", wording.lower())))
+
+
+def alternatives(wording: str) -> Iterator[str]:
+    """Every sentence that `say` can make of a wording, its slots as they are."""
+    match = re.search(r"\[([^][]*\|[^][]*)\]", wording)
+    if match is None:
+        yield wording
+    else:
+        for choice in match[1].split("|"):
+            yield from alternatives(wording[: match.start()] + choice + wording[match.end() :])
+
+
+def without_articles(sentence: str) -> tuple[str, ...]:
+    return tuple(t for t in re.findall(r"\{\w+\}|\w+|\S", sentence.lower()) if t not in ARTICLES)
+
+
+@pytest.mark.parametrize("family", PARTED_FAMILIES)
+def test_training_shows_every_word_of_a_held_out_wording_in_another_phrase(family: str) -> None:
+    lists = wordings_of(family).values()
+    trained = {word for each in lists for line in each.train for word in spoken_words(line)}
+    for each in lists:
+        for line in each.held_out:
+            assert spoken_words(line) <= trained, line
+
+
+@pytest.mark.parametrize("family", PARTED_FAMILIES)
+def test_no_held_out_wording_is_one_of_training_but_for_articles(family: str) -> None:
+    for each in wordings_of(family).values():
+        trained = {without_articles(s) for line in each.train for s in alternatives(line)}
+        for line in each.held_out:
+            assert not trained & {without_articles(s) for s in alternatives(line)}, line
+
+
+@pytest.mark.parametrize("family", PARTED_FAMILIES)
+def test_all_wordings_of_a_list_tell_the_same_values(family: str) -> None:
+    for name, each in wordings_of(family).items():
+        told = {
+            frozenset(re.findall(r"\{(\w+)\}", line)) - CAST for line in each.train + each.held_out
+        }
+        assert len(told) == 1, (name, told)
+
+
+@pytest.mark.parametrize("family", PARTED_FAMILIES)
+def test_no_wording_has_a_space_too_many_or_comes_twice(family: str) -> None:
+    for each in wordings_of(family).values():
+        lines = each.train + each.held_out
+        assert len(set(lines)) == len(lines)
+        for sentence in (s for line in lines for s in alternatives(line)):
+            assert sentence == sentence.strip()
+            assert not re.search(r"  | [.,;]|\(\s", sentence), sentence
+
+
+@pytest.mark.parametrize("family", PARTED_FAMILIES)
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_sentence_drawn_from_a_list_is_among_the_wordings_of_its_family(
+    family: str, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = [
+        each.held_out if split == "heldout" else each.train for each in wordings_of(family).values()
+    ]
+    known = {repr(line) for side in sides for line in side}
+    drawn = {item for _, item in drawn_from_lists(monkeypatch, family, split)}
+    with_slots = {item for item in drawn if item.startswith(("'", '"')) and "{" in item}
+    assert with_slots
+    assert with_slots <= known
+
+
+@given(st.randoms(use_true_random=False))
+def test_manners_leave_a_request_its_words_and_its_slots(rng: random.Random) -> None:
+    for request in ("Move {f} to {d}", "I need {n} of them.", "What is in {f}?", "{f} can go"):
+        varied = vary(rng, request)
+        plain = functools.reduce(lambda text, manner: text.replace(manner, ""), MANNERS, varied)
+        assert plain.lower().rstrip(".") == request.lower().rstrip(".")
+        assert "i need" not in varied
+        assert varied.endswith("}") == request.endswith("}")
+
+
+def test_one_request_in_three_or_so_has_manners() -> None:
+    rng = random.Random(0)
+    requests = [vary(rng, "Find the lamp.") for _ in range(MANY)]
+    assert 0.15 * MANY < sum(each != "Find the lamp." for each in requests) < 0.45 * MANY
+    assert {
+        "find the lamp.",
+        "Find the lamp",
+        "So, find the lamp.",
+        "Find the lamp. Thanks.",
+    } <= set(requests)
+
+
 # Tool use.
 
 
@@ -373,11 +477,14 @@ def test_an_asked_for_argument_is_required_and_not_told() -> None:
 def test_a_second_call_takes_its_id_from_the_result() -> None:
     chained = [task for task in calls_of("train") if len(task.messages) == 3]
     assert chained
+    told = 0
     for task in chained:
         number = json.loads(task.messages[2].content)["id"]
         (call,) = task.reply.tool_calls
         assert number in call.arguments.values()
-        assert str(number) not in task.messages[0].content.split()
+        told += str(number) in re.findall(r"\d+", task.messages[0].content)
+    # An id of one digit may by chance be another value of the request
+    assert told <= 0.1 * len(chained)
 
 
 def with_call(task: Task, arguments: dict[str, Any], name: str | None = None) -> Message:
@@ -437,6 +544,12 @@ def test_sentences_are_judged_by_what_they_say() -> None:
             number = text.split()[-1]
             assert check_reply(task, Message("assistant", content=f"It is done, see {number}"))
             assert not check_reply(task, Message("assistant", content=f"Done: 1{number}"))
+
+
+def test_a_value_called_none_is_not_a_refusal() -> None:
+    check = Sentence(mentions=("none",), avoids=("Erik",))
+    assert check.accepts(Message("assistant", content="meal: none"))
+    assert not check.accepts(Message("assistant", content="I cannot say, none."))
 
 
 # Arithmetic.
