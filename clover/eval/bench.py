@@ -281,7 +281,7 @@ class Bench:
     def _run_trace(self, contender: EngineContender, has_cache: bool) -> Run:
         return contender.run_turns(
             self._trace,
-            max_tokens=TURN_TOKENS,
+            max_tokens=min(TURN_TOKENS, self.config.max_tokens),
             prefix_cache_bytes=self.config.prefix_cache_bytes if has_cache else 0,
         )
 
