@@ -164,6 +164,11 @@ def test_the_surface_is_what_the_readme_says() -> None:
             *("--parallelism", "--activation-checkpointing"),
         },
         "plot": {"--image"},
+        "bench": {
+            *("--model", "-m", "--parent", "--items", "--family", "--concurrency", "--repeats"),
+            *("--turns", "--max-tokens", "--threshold", "--threads", "--device"),
+            *("--transformers", "--no-transformers"),
+        },
     }
     group = typer.main.get_command(app)
     commands = dict(group.commands)  # type: ignore[attr-defined]
