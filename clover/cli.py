@@ -15,6 +15,7 @@ import typer.core
 
 from clover import __version__
 from clover.errors import (
+    BenchmarkError,
     CloverError,
     GenerationError,
     PromptError,
@@ -105,7 +106,7 @@ def main() -> NoReturn:
         if _State.debug:
             raise
         print(f"clover: {error}", file=sys.stderr)  # noqa: T201
-        failed = isinstance(error, GenerationError | TrainingError)
+        failed = isinstance(error, GenerationError | TrainingError | BenchmarkError)
         failed = failed and not isinstance(error, TrainingInputError)
         sys.exit(FAILED if failed else WRONG_INPUT)
     except BrokenPipeError:  # the reader of a pipe has left
@@ -379,6 +380,70 @@ def serve(
             policy=_choose_policy(policy, None, None),
         )
     run_server(backend, config, host=host, port=port)
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Argument(help="Folder for results.json, results.md, frontier.png.")],
+    model: ModelOption = DEFAULT_MODEL,
+    parent: Annotated[str, typer.Option(help="Its autoregressive parent.")] = DEFAULT_PARENT,
+    items: Annotated[
+        int, typer.Option(help="Held-out items with short, and with long answers.")
+    ] = 32,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="Where items come from; repeatable; default: clover-nano's."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(help="Requests at a time; repeatable; default: 1 2 4 8 16 32."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds of every measurement.")] = 3,
+    turns: Annotated[int, typer.Option(help="Turns of the agent's trace.")] = 10,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 160,
+    threshold: Annotated[
+        list[float] | None, typer.Option(help="A threshold policy; repeatable; default: 0.9 0.99.")
+    ] = None,
+    transformers: Annotated[
+        bool | None,
+        typer.Option(
+            "--transformers/--no-transformers",
+            help="Its generate on the parent; default: where it is installed.",
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of a pass; default: torch's.")
+    ] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Measures speed and accuracy side by side, once the texts are shown to be the right ones.
+
+    Ctrl-C leaves what is finished.
+    """
+    import torch
+
+    from clover.cli_bench import run_bench
+    from clover.eval.bench import BenchConfig
+
+    fields: dict[str, Any] = {"families": family, "concurrencies": concurrency}
+    given: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if value}
+    config = BenchConfig(
+        num_items=items, repeats=repeats, num_turns=turns, max_tokens=max_tokens, **given
+    )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _, notes = _consoles()
+    for path in run_bench(
+        out,
+        config,
+        model=model,
+        parent=parent,
+        thresholds=threshold or (0.9, 0.99),
+        with_transformers=transformers,
+        device=_choose_device(device),
+        notes=notes,
+    ):
+        typer.echo(path)
 
 
 class _TrainGroup(typer.core.TyperGroup):

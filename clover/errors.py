@@ -11,6 +11,7 @@
     |-- CapacityError     a request too many for an engine and its queue
     |-- EngineClosedError an engine that no longer serves
     |-- TaskError         an unknown task family or split
+    |-- BenchmarkError    texts that have to be equal and are not: nothing is worth timing
     `-- TrainingError     training that cannot go on (for example a loss that is not finite)
         `-- TrainingInputError  data or options that a training run cannot start from
 
@@ -62,6 +63,10 @@ class EngineClosedError(CloverError):
 
 class TaskError(CloverError, ValueError):
     """An unknown task family or split."""
+
+
+class BenchmarkError(CloverError):
+    """Two decoders that have to write the same text do not: their speeds say nothing."""
 
 
 class TrainingError(CloverError):

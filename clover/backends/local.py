@@ -164,8 +164,8 @@ class LocalBackend:
         policy = self._policy if request.policy is None else parse_policy(request.policy)
         if request.block_size is not None and isinstance(policy, CausalPolicy):
             raise RequestError(
-                f"block_size is {request.block_size}, but the policy "
-                f"{policy.name} has no blocks; leave it out"
+                f"block_size is {request.block_size}, but the policy is autoregressive or "
+                "prompt_lookup, which have no blocks; leave it out"
             )
         generation = GenerationRequest(
             prompt_ids=self._checkpoint.tokenizer.encode(prompt),

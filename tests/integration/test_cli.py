@@ -168,6 +168,11 @@ def test_the_surface_is_what_the_readme_says() -> None:
             *("--model", "-m", "--host", "--port", "--policy", "--slots", "--queue", "--device"),
             *("--api-key", "--max-request-bytes", "--request-timeout", "--shutdown-seconds"),
         },
+        "bench": {
+            *("--model", "-m", "--parent", "--items", "--family", "--concurrency", "--repeats"),
+            *("--turns", "--max-tokens", "--threshold", "--threads", "--device"),
+            *("--transformers", "--no-transformers"),
+        },
     }
     group = typer.main.get_command(app)
     commands = dict(group.commands)  # type: ignore[attr-defined]
