@@ -59,8 +59,9 @@ ModelOption = Annotated[
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        help="threshold[=0..1], entropy_bound[=nats], exact[=0..1], prompt_lookup[=tokens] or "
-        "autoregressive; default: exact, of a parent autoregressive."
+        help="exact[=0..1], relaxed[=nats], threshold[=0..1], entropy_bound[=nats], "
+        "prompt_lookup[=tokens], autoregressive, balanced or fast; default: exact, of a parent "
+        "autoregressive."
     ),
 ]
 ThresholdOption = Annotated[float | None, typer.Option(help="Short for --policy threshold=X.")]

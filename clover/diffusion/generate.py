@@ -23,9 +23,9 @@ from clover.diffusion.policies import (
     Autoregressive,
     DiffusionPolicy,
     EntropyBound,
-    Exact,
     Policy,
     PromptLookup,
+    SelfVerifiedPolicy,
     Threshold,
     choose_positions,
 )
@@ -117,10 +117,10 @@ def generate(
     """Checks all requests, then returns their events as they happen.
 
     Requests whose policies share a loop share their passes: first those of `threshold` and
-    `entropy_bound`, then `exact`, then `autoregressive`. A request's text does not depend on the
-    others, and that of `exact` is that of `autoregressive`, up to the rounding of the logits, which
-    varies with the shape of a pass: in bf16 a near tie may fall the other way. The caller may stop
-    iterating at any time.
+    `entropy_bound`, then `exact` and `relaxed`, then `prompt_lookup`, then `autoregressive`. A
+    request's text does not depend on the others, and that of `exact` is that of `autoregressive`,
+    up to the rounding of the logits, which varies with the shape of a pass: in bf16 a near tie may
+    fall the other way. The caller may stop iterating at any time.
 
     Args:
         model: A Clover model; of an autoregressive parent, `autoregressive` alone can be asked.
@@ -172,7 +172,7 @@ class _Decoder:
         started = time.perf_counter()
         loops: list[tuple[type[Policy] | UnionType, Callable[[], Iterator[Event]]]] = [
             (Threshold | EntropyBound, self._fill_blocks),
-            (Exact, self._draft_and_verify),
+            (SelfVerifiedPolicy, self._draft_and_verify),
             (PromptLookup, self._look_up_and_verify),
             (Autoregressive, self._write_one_by_one),
         ]
@@ -199,7 +199,7 @@ class _Decoder:
             self._drop_finished()
 
     def _draft_and_verify(self) -> Iterator[Event]:
-        """`exact`. Each pass verifies the draft and previews the block behind it: the next draft.
+        """`exact` and `relaxed`. Each pass verifies a draft and previews the block behind: the next.
 
         A row's block is the pending token, which is known, and its draft. A pass without a draft is
         an autoregressive step. If all of a draft is accepted, the preview saw the true text and the

@@ -7,8 +7,9 @@ and never see the model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -62,6 +63,30 @@ class Exact:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Relaxed:
+    """Drafts and verifies as `Exact` does, but keeps a draft token that comes close enough.
+
+    The dial between `Exact`, which it is at tolerance 0, and trust in every draft: a pass keeps
+    more of its drafts, and the text is no longer that of the autoregressive sampler.
+
+    Attributes:
+        tolerance: In nats: a draft token is kept while its score, of which the autoregressive
+            sampler takes the best, is less than this below the best. Greedily that is how much less
+            likely it is than the most likely token; at a temperature logits are divided by it and
+            have the sampler's noise added before they are compared.
+        threshold: A draft ends before the first prediction that is less confident.
+    """
+
+    tolerance: float = 1.0
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < float("inf"):
+            raise RequestError(f"tolerance is {self.tolerance!r}; allowed: 0 or more nats, finite")
+        _check_probability("threshold", self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Autoregressive:
     """One token per pass through the commit operator: the baseline, and the parent's only way."""
 
@@ -87,9 +112,10 @@ class PromptLookup:
                 raise RequestError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
 
 
-DiffusionPolicy = Threshold | EntropyBound | Exact
+SelfVerifiedPolicy = Exact | Relaxed  # previews draft, a commit verifies
+DiffusionPolicy = Threshold | EntropyBound | SelfVerifiedPolicy
 CausalPolicy = Autoregressive | PromptLookup  # no previews: a parent can do these
-VerifiedPolicy = Exact | PromptLookup  # a draft, of which a commit keeps the parent's own text
+VerifiedPolicy = SelfVerifiedPolicy | PromptLookup  # a draft, of which a commit keeps a prefix
 Policy = DiffusionPolicy | CausalPolicy
 
 
@@ -107,7 +133,7 @@ def choose_positions(
 ) -> Tensor:
     """Returns which open positions to fill now, bool [..., n].
 
-    At least one where any is open, but for `exact`, whose drafts may be empty.
+    At least one where any is open, but for `exact` and `relaxed`, whose drafts may be empty.
 
     Args:
         policy: What decides.
@@ -120,7 +146,7 @@ def choose_positions(
             return keep_confident(confidence, is_open, threshold)
         case EntropyBound(bound=bound):
             return keep_low_entropy(entropy, is_open, bound)
-        case Exact(threshold=threshold):
+        case Exact(threshold=threshold) | Relaxed(threshold=threshold):
             return ((confidence >= threshold) & is_open).cumprod(-1).bool()
 
 
@@ -175,12 +201,20 @@ def look_up(tokens: Sequence[int], *, max_ngram_size: int, max_tokens: int) -> l
     return list(itertools.islice(itertools.cycle(tokens[best_end:]), max_tokens))
 
 
+MODES: Final[Mapping[str, Policy]] = {
+    "fast": Relaxed(tolerance=3.0),
+    "balanced": Relaxed(tolerance=1.0),
+    "exact": Exact(),
+}
+"""The dial for those who want no knobs, chosen from the measured frontier (docs/results.md)."""
+
+
 def parse_policy(text: str) -> Policy:
-    """Returns the policy that `NAME` or `NAME=VALUE` describes.
+    """Returns the policy that `NAME` or `NAME=VALUE` describes, `fast` and `balanced` among them.
 
     `threshold=0.9`, `entropy_bound=0.1` (nats), `exact=0.6` (drafts' least confidence),
-    `prompt_lookup=10` (most tokens of a draft), `autoregressive`; a value left out is the policy's
-    default.
+    `relaxed=1.0` (tolerance in nats), `prompt_lookup=10` (most tokens of a draft),
+    `autoregressive`; a value left out is the policy's default.
 
     Raises:
         RequestError: An unknown name, a value that is not a number, or one out of range.
@@ -194,6 +228,8 @@ def parse_policy(text: str) -> Policy:
                 return EntropyBound(bound=float(value))
             case "exact", True:
                 return Exact(threshold=float(value))
+            case "relaxed", True:
+                return Relaxed(tolerance=float(value))
             case "prompt_lookup", True:
                 return PromptLookup(num_draft_tokens=int(value))
             case "threshold", False:
@@ -202,15 +238,19 @@ def parse_policy(text: str) -> Policy:
                 return EntropyBound()
             case "exact", False:
                 return Exact()
+            case "relaxed", False:
+                return Relaxed()
             case "prompt_lookup", False:
                 return PromptLookup()
             case "autoregressive", False:
                 return Autoregressive()
+            case _ if text in MODES:
+                return MODES[text]
     except RequestError:
         raise
     except ValueError:
         pass  # not a number: the sentence below says what would be
     raise RequestError(
-        f"policy is {text!r}; allowed: threshold[=0..1], entropy_bound[=nats], "
-        "exact[=0..1], prompt_lookup[=tokens], autoregressive"
+        f"policy is {text!r}; allowed: fast, balanced, exact[=0..1], relaxed[=nats], "
+        "threshold[=0..1], entropy_bound[=nats], prompt_lookup[=tokens], autoregressive"
     )

@@ -21,8 +21,10 @@ from clover.diffusion.constraint import Constraint
 from clover.diffusion.policies import (
     Autoregressive,
     CausalPolicy,
-    Exact,
     PromptLookup,
+    Relaxed,
+    SelfVerifiedPolicy,
+    VerifiedPolicy,
     look_up,
 )
 from clover.diffusion.requests import (
@@ -38,6 +40,7 @@ from clover.diffusion.requests import (
 )
 from clover.diffusion.sampling import (
     Prediction,
+    Proposals,
     SamplingParams,
     TokenCounts,
     count_left,
@@ -222,7 +225,7 @@ class Row:
                 forced = self._take_forced()
                 self.pending += forced
                 return self._append(forced)
-            case Exact() | PromptLookup():
+            case policy if isinstance(policy, VerifiedPolicy):
                 self._lay_draft()
                 return []
             case _:
@@ -248,7 +251,7 @@ class Row:
             targets: What the AR sampler draws at each position of the draft and behind it, with the
                 noise that `autoregressive` would use there. While it repeats the draft, it has seen
                 the same tokens to the left: its draws are those of `autoregressive`, token for
-                token. Its first other draw is the last new token.
+                token, but for what `relaxed` lets pass. Its first other draw is the last new token.
 
         Returns:
             How many tokens are new, at least one, and the events.
@@ -386,12 +389,12 @@ class Row:
         """Puts on the canvas, from its first open position, what is kept and what is forced.
 
         The first open position was drawn from what is allowed. It is filled whether the policy kept
-        it or not, as something has to be; only drafts of `exact` may stay empty. Returns the
+        it or not, as something has to be; only drafts of `exact` and `relaxed` may stay empty. Returns the
         positions that were filled.
         """
         position = len(self.resolved_prefix())
         is_kept = set(kept)
-        if not isinstance(self.request.policy, Exact):
+        if not isinstance(self.request.policy, SelfVerifiedPolicy):
             is_kept.add(position)
         placed: list[int] = []
         while position in is_kept and (not placed or constraint.validate([tokens[position]])):
@@ -505,6 +508,27 @@ def predict_rows(
         draws=[row.request.draw for row in rows],
         counts=_count(rows, canvases, logits),
         allowed=_join_masks(masks, logits),
+        proposals=_propose(rows, canvases, logits),
+    )
+
+
+def _propose(
+    rows: Sequence[Row], canvases: Sequence[Sequence[int | None]], logits: Tensor
+) -> Proposals | None:
+    """Returns what `relaxed` rows have on their canvases, None where no row is `relaxed`."""
+    tolerances = [
+        row.request.policy.tolerance if isinstance(row.request.policy, Relaxed) else 0.0
+        for row in rows
+    ]
+    if not any(tolerances):
+        return None
+    tokens = torch.full(logits.shape[:2], -1)
+    for i, canvas in enumerate(canvases):
+        known = [-1 if token_id is None else token_id for token_id in canvas]
+        tokens[i, : len(known)] = torch.tensor(known, dtype=torch.int64)
+    return Proposals(
+        tokens=tokens.to(logits.device),
+        tolerance=torch.tensor(tolerances, device=logits.device),
     )
 
 

@@ -22,6 +22,8 @@ from clover.diffusion.policies import (
     DiffusionPolicy,
     Exact,
     PromptLookup,
+    Relaxed,
+    SelfVerifiedPolicy,
     VerifiedPolicy,
     choose_positions,
 )
@@ -45,7 +47,7 @@ def canvas_tokens(row: Row) -> list[int]:
     match row.request.policy:
         case Autoregressive() | PromptLookup():
             return []
-        case Exact():  # the block behind the draft, the token after it included
+        case Exact() | Relaxed():  # the block behind the draft, the token after it included
             return mask_open([None] * row.block_size, row.rules.config)
         case _:
             return mask_open(row.canvas, row.rules.config)
@@ -195,7 +197,7 @@ class Runner:
         starts: dict[int, int] = {}  # by row: where what it reads begins
         for i, job in enumerate(self.jobs):
             match job.row.request.policy:
-                case Exact() | PromptLookup():
+                case Exact() | Relaxed() | PromptLookup():
                     starts[i] = 0
                 case Autoregressive():
                     starts[i] = lengths[i] - 1
@@ -252,7 +254,7 @@ class Runner:
             update = row.place(tokens, keep)
             if update.kept:  # a draft may stay empty
                 events.append(update)
-            if not isinstance(row.request.policy, Exact):
+            if not isinstance(row.request.policy, SelfVerifiedPolicy):
                 events += row.close_blocks()
         return events
 
@@ -261,14 +263,14 @@ class Runner:
 
         Args:
             job: Whose row it is.
-            hidden_states: [n, D] of what was previewed; in `exact` its first token is not on the
-                canvas, as the verification has it.
+            hidden_states: [n, D] of what was previewed; of `exact` and `relaxed` the first token is
+                not on the canvas, as the verification has it.
         """
-        is_exact = isinstance(job.row.request.policy, Exact)
+        is_verified = isinstance(job.row.request.policy, SelfVerifiedPolicy)
         diffusion = self.model.config.diffusion
         if diffusion is None or not diffusion.shift_logits:
-            return hidden_states[int(is_exact) :]
-        if is_exact:
+            return hidden_states[int(is_verified) :]
+        if is_verified:
             return hidden_states[:-1]
         assert job.last_hidden is not None
         return torch.cat([job.last_hidden[None], hidden_states[:-1]])

@@ -32,11 +32,15 @@ def check_model(model: str, service: Service) -> None:
 
 
 def read_policy(body: Decoding) -> str | None:
-    """Returns the policy that `policy` and `threshold` ask for together.
+    """Returns the policy that `mode`, `policy` and `threshold` ask for together.
 
     Raises:
         RequestError: They ask for two.
     """
+    if body.mode is not None:
+        if body.policy is not None or body.threshold is not None:
+            raise RequestError(f"mode {body.mode} stands for a policy; leave the other out")
+        return body.mode
     if body.threshold is None:
         return body.policy
     if body.policy not in (None, "threshold"):

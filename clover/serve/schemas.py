@@ -149,7 +149,12 @@ class Decoding(_Body):
     top_k: int | None = None
     stream: bool = False
     policy: str | None = Field(
-        None, description="threshold[=0..1], entropy_bound[=nats], exact[=0..1], autoregressive"
+        None,
+        description="exact[=0..1], relaxed[=nats], threshold[=0..1], entropy_bound[=nats], "
+        "prompt_lookup[=tokens], autoregressive",
+    )
+    mode: Literal["fast", "balanced", "exact"] | None = Field(
+        None, description="A policy that we recommend."
     )
     threshold: float | None = Field(None, description="Short for policy threshold=X.")
     block_size: int | None = None

@@ -199,13 +199,14 @@ def test_formats_choices_and_shorthands_reach_the_backend(
     ask(client, response_format={"type": "text"}, max_tokens=3, stop="x")
     ask(client, response_format={"type": "json_object"}, extra_body={"threshold": 0.8})
     ask(client, response_format=named)
-    ask(client, tools=TOOLS, tool_choice="required")
+    ask(client, tools=TOOLS, tool_choice="required", extra_body={"mode": "balanced"})
     ask(client, tools=TOOLS, tool_choice="none", response_format=named)
     free, any_object, typed, required, none = backend.requests
     assert (free.json_schema, free.max_tokens, free.stop) == (None, 3, ("x",))
     assert (any_object.json_schema, any_object.policy) == ({"type": "object"}, "threshold=0.8")
     assert typed.json_schema == schema
     assert (required.tool_choice, required.parallel_tool_calls) == ("required", True)
+    assert required.policy == "balanced"
     assert (none.tool_choice, none.json_schema) == ("none", schema)
 
 
@@ -300,6 +301,7 @@ def test_what_is_not_supported_is_refused_by_its_name(
         ({"extra_body": {"stream_canvas": True}}, "stream_canvas"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"extra_body": {"policy": "exact", "threshold": 0.5}}, "threshold"),
+        ({"extra_body": {"policy": "exact", "mode": "fast"}}, "mode fast"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning_effort": "low", "extra_body": {"thinking_budget": 5}}, "reasoning_effort"),

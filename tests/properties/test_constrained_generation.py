@@ -32,6 +32,8 @@ from clover.diffusion.policies import (
     Exact,
     Policy,
     PromptLookup,
+    Relaxed,
+    SelfVerifiedPolicy,
     Threshold,
     VerifiedPolicy,
 )
@@ -52,6 +54,7 @@ POLICIES: tuple[Policy, ...] = (
     EntropyBound(bound=4.0),
     Exact(),
     Exact(threshold=0.2),
+    Relaxed(tolerance=3.0, threshold=0.1),
     PromptLookup(num_draft_tokens=31),
     Autoregressive(),
 )
@@ -194,10 +197,12 @@ def check_random_schemas(
             assert result.text is not None
             jsonschema.validate(json.loads(result.text), schema)
             # A draft and its verification are two passes, which may gain a single token.
-            assert isinstance(policy, Exact) or result.stats.tokens >= result.stats.passes
+            assert (
+                isinstance(policy, SelfVerifiedPolicy) or result.stats.tokens >= result.stats.passes
+            )
             num_ended += 1
-    exact, drafted_twice, looked_up, autoregressive = (texts[policy] for policy in POLICIES[2:])
-    assert exact == drafted_twice == looked_up == autoregressive
+    lossless = [texts[p] for p in POLICIES if isinstance(p, Exact | PromptLookup | Autoregressive)]
+    assert all(text == lossless[0] for text in lossless)
     return num_ended
 
 

@@ -20,6 +20,7 @@ from clover.diffusion.policies import (
     Exact,
     Policy,
     PromptLookup,
+    Relaxed,
     Threshold,
 )
 from clover.diffusion.requests import (
@@ -222,7 +223,10 @@ def small_request(rng: random.Random) -> EngineRequest:
         max_tokens=rng.randrange(1, 10),
         sampling=SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(2**40)),
         policy=rng.choice(
-            [Threshold(threshold=0.2), Exact(), PromptLookup(), Autoregressive(), EntropyBound()]
+            [
+                *(Threshold(threshold=0.2), EntropyBound(), Exact(), PromptLookup()),
+                *(Relaxed(tolerance=1.0, threshold=0.0), Autoregressive()),
+            ]
         ),
     )
     return EngineRequest(generation=generation, block_size=rng.choice([None, 4, 8]))

@@ -25,6 +25,7 @@ from clover.diffusion.policies import (
     Exact,
     Policy,
     PromptLookup,
+    Relaxed,
     Threshold,
 )
 from clover.diffusion.sampling import SamplingParams
@@ -39,6 +40,7 @@ POLICIES: tuple[Policy, ...] = (
     EntropyBound(bound=1.5),
     Exact(),
     Exact(threshold=0.0),
+    Relaxed(tolerance=2.0, threshold=0.0),
     Autoregressive(),
     PromptLookup(),
 )
@@ -151,6 +153,32 @@ def test_exact_without_the_shift_is_autoregressive_too(
     sampling = SamplingParams(temperature=temperature, seed=5)
     exact = run_one(in_place_model, policy, sampling=sampling)
     assert exact.token_ids == run_one(in_place_model, Autoregressive(), sampling=sampling).token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_relaxed_without_tolerance_is_exact(model: CloverForCausalLM, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    exact, relaxed = (
+        run_one(model, policy, sampling=sampling)
+        for policy in (Exact(threshold=0.0), Relaxed(tolerance=0.0, threshold=0.0))
+    )
+    assert relaxed.token_ids == exact.token_ids
+    assert relaxed.stats.passes == exact.stats.passes
+
+
+def test_relaxed_keeps_drafts_within_its_tolerance_of_the_most_likely_token(
+    model: CloverForCausalLM,
+) -> None:
+    tolerance = 2.0
+    result = run_one(model, Relaxed(tolerance=tolerance, threshold=0.0), max_tokens=64)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *result.token_ids]]))[0, len(PROMPT) - 1 : -1]
+    logits = logits.index_fill(-1, torch.tensor([MASK_ID]), -torch.inf)
+    drawn = logits.gather(-1, torch.tensor(result.token_ids)[:, None])[:, 0]
+    missing = logits.amax(-1) - drawn
+    assert missing.max() < tolerance
+    assert missing.max() > 0  # something was let pass
+    assert result.stats.tpf > run_one(model, Exact(threshold=0.0), max_tokens=64).stats.tpf
 
 
 @pytest.mark.parametrize("policy", POLICIES)

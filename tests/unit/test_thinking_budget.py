@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from clover.diffusion.generate import GenerationRequest, generate_all
-from clover.diffusion.policies import Autoregressive, EntropyBound, Exact, Policy, Threshold
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    Relaxed,
+    Threshold,
+)
 from clover.diffusion.requests import Finished
 from clover.diffusion.sampling import SamplingParams
 from clover.engine.engine import Engine
@@ -21,6 +28,7 @@ POLICIES: list[Policy] = [
     Threshold(threshold=0.5),
     EntropyBound(bound=1.0),
     Exact(),
+    Relaxed(tolerance=3.0),
     Autoregressive(),
 ]
 
