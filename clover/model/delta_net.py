@@ -10,6 +10,7 @@ Hk key heads, H value heads, K / V head widths.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,10 +119,8 @@ class DeltaNet(nn.Module):
     def _split_heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns unit-length fp32 q and k [.., Hk, K] and v [.., H, V] from conv outputs [.., C]."""
         shape = self.shape
-        sizes = [shape.key_dim, shape.key_dim, shape.value_dim]
-        q, k, v = F.silu(convolved).split(sizes, dim=-1)
-        q = l2_norm(q.unflatten(-1, (shape.num_k_heads, -1)).float())
-        k = l2_norm(k.unflatten(-1, (shape.num_k_heads, -1)).float())
+        qk, v = F.silu(convolved).split([2 * shape.key_dim, shape.value_dim], dim=-1)
+        q, k = l2_norm(qk.unflatten(-1, (2, shape.num_k_heads, -1)).float()).unbind(-3)
         return q, k, v.unflatten(-1, (shape.num_v_heads, -1))
 
     def _commit(
@@ -155,16 +154,15 @@ class DeltaNet(nn.Module):
         """Returns the causal depthwise convolution of the clean rows [B, T, C], documents kept apart."""
         kernel, num_clean = self.shape.conv_kernel_size, streams.num_clean
         documents = streams.document_ids
-        weight = self.conv1d.weight[:, 0].float()  # taps are summed in fp32, then rounded once
-        output = torch.zeros((), device=left.device)
+        taps = []
         for tap in range(kernel):
             rows = left[:, tap : tap + num_clean]
             distance = kernel - 1 - tap
             if documents is not None and distance:
                 before = F.pad(documents, (distance, 0), value=-1)[:, :num_clean]
                 rows = rows * (before == documents)[..., None]
-            output = output + rows * weight[:, tap]
-        return output.to(left.dtype)
+            taps.append(rows)
+        return _sum_taps(taps, self.conv1d.weight[:, 0])
 
     def _preview(
         self,
@@ -222,12 +220,10 @@ class DeltaNet(nn.Module):
     def _canvas_conv(self, canvas: Tensor, ring: Tensor) -> Tensor:
         """Returns the two-sided convolution: left taps over ring and block, right taps in the block."""
         block_size = canvas.shape[2]
-        weight = torch.cat([self.conv1d.weight[:, 0], self.conv_right_weight], dim=1).float()
+        weight = torch.cat([self.conv1d.weight[:, 0], self.conv_right_weight], dim=1)
         padded = F.pad(torch.cat([ring, canvas], dim=2), (0, 0, 0, self.shape.conv_kernel_size - 1))
-        output = torch.zeros((), device=canvas.device)
-        for tap in range(weight.shape[1]):
-            output = output + padded[:, :, tap : tap + block_size] * weight[:, tap]
-        return output.to(canvas.dtype)
+        taps = [padded[:, :, tap : tap + block_size] for tap in range(weight.shape[1])]
+        return _sum_taps(taps, weight)
 
 
 def history_slot_attention(
@@ -266,6 +262,18 @@ def history_slot_attention(
     shares = torch.cat([slot, block_logits], dim=-1).softmax(dim=-1)
     mixed = shares[..., :1] * history + shares[..., 1:] @ v
     return mixed / math.sqrt(k.shape[-1])
+
+
+def _sum_taps(taps: Sequence[Tensor], weight: Tensor) -> Tensor:
+    """Returns the sum of the taps [.., C], each times its column of `weight` [C, taps].
+
+    Summed in fp32, then rounded once.
+    """
+    columns = weight.float().unbind(1)
+    output = taps[0].float() * columns[0]
+    for tap, column in zip(taps[1:], columns[1:], strict=True):
+        output = torch.addcmul(output, tap.float(), column)
+    return output.to(taps[0].dtype)
 
 
 def rows_before(left: Tensor, counts: Tensor, width: int) -> Tensor:

@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x` normalised over its last axis, in the dtype of `x`."""
-        return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -36,7 +36,7 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """Returns norm(x) * silu(z) in the dtype of `z`. `x` may be fp32 beside a bf16 `z`."""
         # The product with the weight happens in the model's dtype, as in the parent.
-        normed = F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(z.dtype)
+        normed = rms_norm(x, None, self.eps).to(z.dtype)
         return ((self.weight * normed) * F.silu(z.float())).to(z.dtype)
 
 
@@ -53,6 +53,19 @@ class SwiGLU(nn.Module):
         """Returns the MLP's output, shape of `x`."""
         down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return down
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Returns fp32 `x` over the root of its mean square, times `weight`; over the last axis.
+
+    torch has a kernel for it on CUDA. On a CPU it takes twice the operations that are needed, and a
+    decoding pass is bound by their number.
+    """
+    x = x.float()
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    normed = x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    return normed if weight is None else normed * weight
 
 
 def l2_norm(x: Tensor) -> Tensor:
