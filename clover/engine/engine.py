@@ -108,6 +108,7 @@ class Engine:
         forbidden_token_ids: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        model.pack_projections()
         self.model = model
         self.config = config or EngineConfig()
         self.rules = make_rules(

@@ -26,7 +26,7 @@ from clover.model.delta_rule import (
     fla_delta_rule,
     has_fla,
 )
-from clover.model.layers import GatedRMSNorm, l2_norm
+from clover.model.layers import GatedRMSNorm, ParallelLinears, l2_norm
 from clover.model.streams import Streams
 
 # Where tau and b start: the announced values. The other two added parameters start at zero.
@@ -64,6 +64,9 @@ class DeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(hidden, shape.value_dim, bias=False)
         self.in_proj_b = nn.Linear(hidden, shape.num_v_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden, shape.num_v_heads, bias=False)
+        self.projections = ParallelLinears(
+            self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        )
         self.conv1d = nn.Conv1d(
             shape.conv_dim,
             shape.conv_dim,
@@ -93,12 +96,12 @@ class DeltaNet(nn.Module):
     ) -> tuple[Tensor, DeltaNetUpdate | None]:
         """Returns the layer's output [B, L, D] and, with a cache, what it would write there."""
         num_clean = streams.num_clean
-        mixed = self.in_proj_qkv(hidden_states)  # [B, L, C]
+        mixed, z, b, a = self.projections(hidden_states)  # [B, L, .]: C, H V, H, H
         clean, canvas = mixed[:, :num_clean], mixed[:, num_clean:]
         left = self._left_context(clean, cache)
         outputs, update = [], None
         if num_clean:
-            gates = hidden_states[:, :num_clean]
+            gates = b[:, :num_clean], a[:, :num_clean]
             keep_trace = keep_trace or streams.block_starts is not None
             output, update = self._commit(left, gates, streams, cache, keep_trace)
             outputs.append(output)
@@ -106,7 +109,7 @@ class DeltaNet(nn.Module):
             canvas = canvas.unflatten(1, (streams.num_blocks, streams.block_size))
             outputs.append(self._preview(canvas, left, streams, cache, update).flatten(1, 2))
         output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]  # [B, L, H, V]
-        z = self.in_proj_z(hidden_states).unflatten(-1, (self.shape.num_v_heads, -1))
+        z = z.unflatten(-1, (self.shape.num_v_heads, -1))
         output = self.out_proj(self.norm(output, z).flatten(2))
         return output, update if cache is not None else None
 
@@ -126,16 +129,18 @@ class DeltaNet(nn.Module):
     def _commit(
         self,
         left: Tensor,
-        hidden_states: Tensor,
+        gates: tuple[Tensor, Tensor],
         streams: Streams,
         cache: DeltaNetCache | None,
         keep_trace: bool,
     ) -> tuple[Tensor, DeltaNetUpdate]:
-        """Returns the causal operator's output over the clean tokens [B, T, H, V] and its update."""
+        """Returns the causal operator's output over the clean tokens [B, T, H, V] and its update.
+
+        `gates` are the projections b and a, [B, T, H] each.
+        """
         q, k, v = self._split_heads(self._causal_conv(left, streams))
-        beta = self.in_proj_b(hidden_states).float().sigmoid()
-        a = self.in_proj_a(hidden_states).float()
-        g = -self.A_log.float().exp() * F.softplus(a + self.dt_bias)
+        beta = gates[0].float().sigmoid()
+        g = -self.A_log.float().exp() * F.softplus(gates[1].float() + self.dt_bias)
         if streams.clean_mask is not None:
             # Padding must not touch the state: it writes nothing and forgets nothing.
             beta = beta * streams.clean_mask[..., None]

@@ -5,6 +5,8 @@ Shapes: B rows, L tokens, D hidden width, R rotary width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,6 +42,42 @@ class GatedRMSNorm(nn.Module):
         return ((self.weight * normed) * F.silu(z.float())).to(z.dtype)
 
 
+class ParallelLinears:
+    """Linear layers of one input: several products, or, once packed, one.
+
+    Packing lays the weights side by side in one tensor of which each is then a view, so that names,
+    checkpoints and memory stay as they are. With gradients the layers are called one by one; so they
+    are when a weight has been moved away since.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        """Joins layers without biases."""
+        self._linears = linears
+        self._sizes = [linear.out_features for linear in linears]
+        self._packed: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """Returns each layer's output for `x` [.., D]."""
+        packed = self._packed
+        if packed is None or torch.is_grad_enabled() or not self._is_packed(packed):
+            return [linear(x) for linear in self._linears]
+        outputs: tuple[Tensor, ...] = F.linear(x, packed).split(self._sizes, dim=-1)
+        return outputs
+
+    def pack(self) -> None:
+        """Makes one product of all, for passes without gradients."""
+        if self._packed is not None and self._is_packed(self._packed):
+            return
+        packed = torch.cat([linear.weight.detach() for linear in self._linears])
+        for linear, part in zip(self._linears, packed.split(self._sizes), strict=True):
+            linear.weight.data = part
+        self._packed = packed
+
+    def _is_packed(self, packed: Tensor) -> bool:
+        parts = zip(self._linears, packed.split(self._sizes), strict=True)
+        return all(linear.weight.data_ptr() == part.data_ptr() for linear, part in parts)
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), without biases."""
 
@@ -48,10 +86,12 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.projections = ParallelLinears(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the MLP's output, shape of `x`."""
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.projections(x)
+        down: Tensor = self.down_proj(F.silu(gate) * up)
         return down
 
 

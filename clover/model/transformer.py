@@ -158,6 +158,15 @@ class CloverForCausalLM(nn.Module):
             self.config, batch_size, capacity=capacity, dtype=self.dtype, device=self.device
         )
 
+    def pack_projections(self) -> None:
+        """Makes one product of linear layers that have one input, for passes without gradients.
+
+        Names, values and memory stay; call it once the weights are where they will be used.
+        """
+        for module in self.modules():
+            if isinstance(module, Attention | DeltaNet | SwiGLU):
+                module.projections.pack()
+
     def forward(self, input_ids: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
         """Returns the causal logits [B, T, V] of whole sequences, with autograd and without a cache.
 
