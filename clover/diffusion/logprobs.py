@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from clover.diffusion.requests import TokenLogprobs
+from clover.errors import GenerationError
 
 
 def score_tokens(
@@ -26,8 +27,16 @@ def score_tokens(
         tokens: k ids.
         logits: [k, V] of the commit operator, each at the position before its token.
         num_alternatives: How many of the most likely tokens are named, at most V.
+
+    Raises:
+        GenerationError: Logits are NaN or infinite.
     """
     logprobs = logits.float().log_softmax(-1)
+    if not logprobs.isfinite().all():  # most of a block's are read here alone
+        raise GenerationError(
+            "expected finite logits to read log-probabilities from, found NaN or infinity; check "
+            "the weights and the dtype"
+        )
     own = logprobs.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     top = logprobs.topk(min(num_alternatives, logits.shape[-1]), dim=-1)
     columns = tokens, own.tolist(), top.indices.tolist(), top.values.tolist()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import clover
 from clover.config import DiffusionConfig, ModelConfig
 from clover.diffusion.generate import generate, generate_all
+from clover.diffusion.logprobs import score_tokens
 from clover.diffusion.policies import (
     Autoregressive,
     EntropyBound,
@@ -36,7 +37,7 @@ from clover.engine.engine import Engine, EngineConfig
 from clover.engine.grammar import GrammarCompiler
 from clover.engine.lark import JsonSchema, Regex
 from clover.engine.request import EngineEvent, EngineRequest
-from clover.errors import RequestError
+from clover.errors import GenerationError, RequestError
 from clover.model.transformer import CloverForCausalLM
 from clover.tokenizer import Tokenizer
 
@@ -248,6 +249,36 @@ def test_a_text_that_is_cancelled_ends_with_the_last_scored_token(
         check(lively_model, request, result)
         assert result.text == as_letters(result.token_ids)
         assert result.stats.tokens == len(result.token_ids)
+
+
+def test_a_parent_and_a_model_without_the_shift_have_theirs(
+    tiny_config: Callable[..., ModelConfig],
+) -> None:
+    in_place = DiffusionConfig(block_size=8, mask_token_id=63, shift_logits=False)
+    configs = {
+        tiny_config(eos_token_ids=(), diffusion=False): (Autoregressive(), PromptLookup()),
+        replace(tiny_config(eos_token_ids=()), diffusion=in_place): POLICIES,
+    }
+    for config, policies in configs.items():
+        model = CloverForCausalLM(config)
+        model.init_weights(torch.Generator().manual_seed(1))
+        engine = Engine(model)
+        for policy in policies:
+            request = GenerationRequest(
+                prompt_ids=(5, 9), max_tokens=19, policy=policy, top_logprobs=NUM_TOP
+            )
+            (result,) = generate_all(model, [request])
+            check(model, request, result)
+            row = engine.submit(EngineRequest(generation=request))
+            check(model, request, collect(list(engine.run()))[row])
+
+
+def test_logits_that_are_not_finite_have_no_log_probabilities() -> None:
+    for broken in (torch.nan, torch.inf):
+        logits = torch.zeros(2, 8)
+        logits[1, 3] = broken
+        with pytest.raises(GenerationError, match="finite"):
+            score_tokens([0, 0], logits, 1)
 
 
 @pytest.fixture(scope="module")
