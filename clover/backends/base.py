@@ -61,6 +61,8 @@ class ChatRequest:
         draw: Which of several samples with one seed this is.
         timeout: Seconds, waiting included, after which the text is cut; None: never.
         wants_canvas: Whether `CanvasShown` events are wanted.
+        top_logprobs: How many of the most likely tokens are named with the log-probability of each
+            token of the content, 0 to 20; None wants no log-probabilities.
     """
 
     messages: tuple[Message, ...] = ()
@@ -79,6 +81,7 @@ class ChatRequest:
     draw: int = 0
     timeout: float | None = None
     wants_canvas: bool = False
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if bool(self.messages) == (self.raw is not None):
@@ -136,11 +139,34 @@ class ThinkingDelta:
     text: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredToken:
+    """A token of the text and its log-probability, whose definition is the backend's.
+
+    Attributes:
+        token: Its bytes, which may be less than a character.
+        logprob: In nats.
+        top: The most likely tokens in its place, by their bytes, with their log-probabilities.
+        span: The characters of the whole text that it writes, alone or with its neighbours: the
+            first, and the one behind the last.
+    """
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+    span: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """`text` is appended to the content."""
+    """`text` is appended to the content.
+
+    `tokens`, where log-probabilities are wanted, are those that write a part of `text` and of no
+    content before it.
+    """
 
     text: str
+    tokens: tuple[ScoredToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +205,14 @@ class ChatFinished:
         finish_reason: `length` is any limit: tokens, context or time.
         stop: The stop string that ended the text, None if none did.
         usage: What it cost.
+        content_tokens: What the deltas' `tokens` add up to; None where none were wanted.
     """
 
     message: Message
     finish_reason: ChatFinishReason
     stop: str | None
     usage: Usage
+    content_tokens: tuple[ScoredToken, ...] | None = None
 
 
 ChatDeltaEvent = ThinkingDelta | ContentDelta | ToolCallStarted | ToolCallDelta

@@ -19,6 +19,7 @@ from clover.backends.base import (
     ChatFinishReason,
     ChatRequest,
     Load,
+    ScoredToken,
     Usage,
 )
 from clover.backends.reply import ReplyReader, find_stop
@@ -39,6 +40,7 @@ from clover.diffusion.requests import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    TokenLogprobs,
 )
 from clover.diffusion.sampling import SamplingParams
 from clover.engine.async_engine import AsyncEngine, EventStream
@@ -178,6 +180,7 @@ class LocalBackend:
             stop=request.stop,
             draw=request.draw,
             constraint=self._constraint(request, is_thinking=is_thinking),
+            top_logprobs=request.top_logprobs,
         )
         return _Prepared(
             request=EngineRequest(
@@ -287,8 +290,11 @@ class LocalStream:
         """Returns the next event."""
         while not self._ready:
             match await anext(self._stream):
-                case BlockCommitted(token_ids=token_ids):
-                    self._ready += self._reader.push(self._decoder.push(token_ids))
+                case BlockCommitted(token_ids=token_ids, logprobs=logprobs):
+                    if logprobs is None:
+                        self._ready += self._reader.push(self._decoder.push(token_ids))
+                    else:
+                        self._ready += self._reader.push(*self._score(logprobs))
                 case CanvasUpdated(canvas=canvas) if self._prepared.wants_canvas:
                     self._ready.append(CanvasShown(tuple(self._cells(canvas))))
                 case Finished(result=result):
@@ -298,6 +304,24 @@ class LocalStream:
     def cancel(self) -> None:
         """Ends the answer before the next pass; of no effect on one that has ended."""
         self._stream.cancel()
+
+    def _score(self, logprobs: Sequence[TokenLogprobs]) -> tuple[str, list[ScoredToken]]:
+        """Returns the text of the next tokens, and which of its characters each of them writes."""
+        num_before, text, tokens = len(self._reader.text), "", []
+        to_bytes = self._tokenizer.to_bytes
+        for entry in logprobs:
+            start = num_before + len(text)
+            text += self._decoder.push([entry.token_id])
+            end = num_before + len(text) + self._decoder.is_inside_character
+            tokens.append(
+                ScoredToken(
+                    token=to_bytes([entry.token_id]),
+                    logprob=entry.logprob,
+                    top=tuple((to_bytes([token_id]), value) for token_id, value in entry.top),
+                    span=(start, end),
+                )
+            )
+        return text, tokens
 
     def _cells(self, canvas: Sequence[int]) -> Iterator[str | None]:
         """Yields the canvas up to its first end token: what lies right of it will be dropped."""
@@ -333,6 +357,9 @@ class LocalStream:
                 finish_reason="tool_calls" if reason == "stop" and message.tool_calls else reason,
                 stop=stop,
                 usage=usage,
+                content_tokens=(
+                    None if self._request.top_logprobs is None else tuple(reader.content_tokens)
+                ),
             )
         )
 

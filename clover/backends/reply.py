@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clover.backends.base import (
     ChatDeltaEvent,
     ContentDelta,
+    ScoredToken,
     ThinkingDelta,
     ToolCallDelta,
     ToolCallStarted,
@@ -43,6 +45,8 @@ class ReplyReader:
             PromptError: A tool has no name, or its parameters are not a JSON schema.
         """
         self.text = ""  # all of it, a stop string included
+        self.content_tokens: list[ScoredToken] = []  # those that wrote the content so far
+        self._tokens: deque[ScoredToken] = deque()  # later ones
         self._parser = ChatParser(starts_in_thinking=starts_in_thinking, tools=tools)
         self._stop = tuple(stop)
         self._num_read = 0  # characters of the text that have been parsed
@@ -56,9 +60,15 @@ class ReplyReader:
             return Message("assistant", self.text[: self._num_read])
         return self._parser.message
 
-    def push(self, text: str) -> list[ChatDeltaEvent]:
-        """Returns what became certain with the next piece of text."""
+    def push(self, text: str, tokens: Sequence[ScoredToken] = ()) -> list[ChatDeltaEvent]:
+        """Returns what became certain with the next piece of text.
+
+        Args:
+            text: Goes on where the last piece ended.
+            tokens: That wrote it, where log-probabilities are wanted.
+        """
         self.text += text
+        self._tokens += tokens
         return self._read_up_to(_certain_length(self.text, self._num_read, self._stop))
 
     def finish(self, length: int) -> list[ChatDeltaEvent]:
@@ -73,9 +83,10 @@ class ReplyReader:
         return events
 
     def _read_up_to(self, end: int) -> list[ChatDeltaEvent]:
-        text, self._num_read = self.text[self._num_read : end], max(end, self._num_read)
+        start, self._num_read = self._num_read, max(end, self._num_read)
+        text = self.text[start:end]
         if self._is_raw:
-            return [ContentDelta(text)] if text else []
+            return [self._add_tokens(text, (start, end))] if text else []
         return self._convert(self._parser.push(text))
 
     def _convert(self, deltas: Sequence[ChatDelta]) -> list[ChatDeltaEvent]:
@@ -85,7 +96,8 @@ class ReplyReader:
                 case "thinking":
                     events.append(ThinkingDelta(delta.text))
                 case "content":
-                    events.append(ContentDelta(delta.text))
+                    assert delta.span is not None
+                    events.append(self._add_tokens(delta.text, delta.span))
                 case "call":
                     assert delta.call is not None
                     arguments = write_arguments(delta.call)
@@ -93,6 +105,17 @@ class ReplyReader:
                     events.append(ToolCallDelta(self._num_calls, arguments))
                     self._num_calls += 1
         return events
+
+    def _add_tokens(self, text: str, span: tuple[int, int]) -> ContentDelta:
+        """Returns the content that stands at `span` of the text, and its tokens."""
+        start, end = span
+        tokens = []
+        while self._tokens and self._tokens[0].span[0] < end:
+            token = self._tokens.popleft()
+            if token.span[1] > start:
+                tokens.append(token)
+        self.content_tokens += tokens
+        return ContentDelta(text, tuple(tokens))
 
 
 def write_arguments(call: ToolCall) -> str:

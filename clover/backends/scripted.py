@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Literal, Self
 
-from clover.backends.base import ChatEvent, ChatFinished, ChatRequest, Load, Usage
+from clover.backends.base import ChatEvent, ChatFinished, ChatRequest, Load, ScoredToken, Usage
 from clover.backends.reply import ReplyReader, find_stop
 from clover.errors import CapacityError, RequestError
 
@@ -24,7 +24,8 @@ class ScriptedBackend:
     """Gives its answers in turn, from the start again after the last.
 
     A word with the space before it counts as a token, and each takes a pass of its own. Limits,
-    stop strings and cancellation are honoured; how tokens would be drawn has no meaning here.
+    stop strings and cancellation are honoured; how tokens would be drawn has no meaning here. A
+    script knows no other word than the next, whose log-probability is 0.
 
     Args:
         answers: As a model writes them: thinking up to `</think>` first where the request enables
@@ -168,7 +169,15 @@ class ScriptedStream:
         self._num_tokens += 1
         if self._is_thinking and "</think>" not in self._reader.text:
             self._num_thinking += 1
-        self._ready += self._reader.push(piece)
+        self._ready += self._reader.push(piece, self._score(piece))
+
+    def _score(self, piece: str) -> list[ScoredToken]:
+        """Returns the token of the next piece where log-probabilities are wanted."""
+        if self._request.top_logprobs is None:
+            return []
+        start, token = len(self._reader.text), piece.encode()
+        top = ((token, 0.0),) if self._request.top_logprobs else ()
+        return [ScoredToken(token=token, logprob=0.0, top=top, span=(start, start + len(piece)))]
 
     def _finish(
         self,
@@ -195,6 +204,9 @@ class ScriptedStream:
                 finish_reason="tool_calls" if reason == "stop" and has_calls else reason,
                 stop=stop,
                 usage=usage,
+                content_tokens=(
+                    None if self._request.top_logprobs is None else tuple(reader.content_tokens)
+                ),
             )
         )
 

@@ -39,6 +39,7 @@ from clover.diffusion.requests import (
     GenerationRequest,
     GenerationResult,
     GenerationStats,
+    TokenLogprobs,
 )
 from clover.diffusion.rows import (
     Row,
@@ -63,6 +64,7 @@ __all__ = [
     "GenerationRequest",
     "GenerationResult",
     "GenerationStats",
+    "TokenLogprobs",
     "generate",
     "generate_all",
     "reserved_token_ids",
@@ -186,17 +188,17 @@ class _Decoder:
                 self._prefill()
                 for row in self.rows:
                     yield from row.begin()
-                self._drop_finished()
+                yield from self._drop_ended()
                 yield from loop()
 
     def _fill_blocks(self) -> Iterator[Event]:
         """`threshold` and `entropy_bound`."""
         while self.rows:
-            prediction = self._predict_canvases(self._commit_and_preview())
+            prediction = self._predict_canvases((yield from self._commit_and_preview()))
             for i, row in enumerate(self.rows):
                 yield self._place(row, prediction, i)
                 yield from row.close_blocks()
-            self._drop_finished()
+            yield from self._drop_ended()
 
     def _draft_and_verify(self) -> Iterator[Event]:
         """`exact` and `relaxed`. Each pass verifies a draft and previews the block behind: the next.
@@ -213,7 +215,7 @@ class _Decoder:
                     update = self._place(row, prediction, i)
                     if update.kept:
                         yield update
-            self._drop_finished()
+            yield from self._drop_ended()
 
     def _look_up_and_verify(self) -> Iterator[Event]:
         """`prompt_lookup`. Each pass verifies a draft; the next is looked up on the host."""
@@ -223,16 +225,16 @@ class _Decoder:
             blocks = [[*row.pending, *row.draft()] for row in self.rows]
             logits, transaction = self.model.verify(self.cache, *self._pad(blocks))
             transaction.commit((yield from self._accept(logits)))
-            self._drop_finished()
+            yield from self._drop_ended()
 
     def _write_one_by_one(self) -> Iterator[Event]:
         """`autoregressive`. What a constraint forces is committed with the token before it."""
         while self.rows:
-            self._commit()
+            yield from self._commit([row.pending for row in self.rows])
             prediction = self._predict_canvases(self._next_logits())
             for row, (token_id,) in zip(self.rows, prediction.tokens.tolist(), strict=True):
                 yield from row.write(token_id)
-            self._drop_finished()
+            yield from self._drop_ended()
 
     def _prefill(self) -> None:
         """Starts the cache with every prompt less its last token, which the first pass commits."""
@@ -241,24 +243,24 @@ class _Decoder:
         if any(prompts):
             self.model.prefill(self.cache, *self._pad(prompts))
 
-    def _commit(self) -> None:
-        """Commits what is pending, in a pass of its own."""
-        for row in self.rows:
-            row.passes += bool(row.pending)
-        input_ids, lengths = self._pad([row.pending for row in self.rows])
-        self._take_commit(self.model.commit(self.cache, input_ids, lengths))
+    def _commit(self, pending: Sequence[Sequence[int]]) -> Iterator[Event]:
+        """Commits pending tokens of each row, or none, in a pass of its own."""
+        for row, tokens in zip(self.rows, pending, strict=True):
+            row.passes += bool(tokens)
+        input_ids, lengths = self._pad(pending)
+        yield from self._take_commit(self.model.commit(self.cache, input_ids, lengths), lengths)
 
-    def _commit_and_preview(self) -> Tensor:
+    def _commit_and_preview(self) -> Generator[Event, None, Tensor]:
         """Commits what is pending and previews every canvas; returns what predicts it [B, n, V]."""
         canvas = self._canvas_ids([row.canvas for row in self.rows])
         if not self.fused and any(row.pending for row in self.rows):
-            self._commit()
+            yield from self._commit([row.pending for row in self.rows])
         if any(row.pending for row in self.rows):
             input_ids, lengths = self._pad([row.pending for row in self.rows])
             commit_logits, logits = self.model.commit_and_preview(
                 self.cache, input_ids, canvas, lengths
             )
-            self._take_commit(commit_logits)
+            yield from self._take_commit(commit_logits, lengths)
         else:
             logits = self.model.preview(self.cache, canvas)
         for row in self.rows:
@@ -268,13 +270,15 @@ class _Decoder:
             return torch.cat([self._next_logits(), logits[:, :-1]], dim=1)
         return logits
 
-    def _take_commit(self, logits: Tensor) -> None:
-        """Keeps the logits [B, T, V] of each row's last pending token; nothing is pending then."""
-        for i, row in enumerate(self.rows):
-            if row.pending:
-                self.next_logits[row.index] = logits[i, len(row.pending) - 1].clone()
+    def _take_commit(self, logits: Tensor, lengths: Sequence[int]) -> Iterator[Event]:
+        """Keeps the logits [B, T, V] of each row's last committed token; nothing is pending then."""
+        for i, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+            if length:
+                self.next_logits[row.index] = logits[i, length - 1].clone()
                 row.pending = []
                 row.commits += 1
+                if row.scorer:
+                    yield from row.score(logits[i, :length])
 
     def _next_logits(self) -> Tensor:
         """Returns the AR logits of the first position that is not final, [B, 1, V]."""
@@ -318,10 +322,12 @@ class _Decoder:
         masks = [row.masks_of_draft() for row in self.rows]
         targets = self._predict(logits, drafts, masks).tokens.tolist()
         counts = []
-        for row, target in zip(self.rows, targets, strict=True):
+        for row, row_logits, target in zip(self.rows, logits, targets, strict=True):
             row.commits += 1
             num_new, events = row.verify(target)
             yield from events
+            if row.scorer:
+                yield from row.score(row_logits[:num_new])
             counts.append(num_new)  # the pending token and what was agreed on
         return counts
 
@@ -352,8 +358,10 @@ class _Decoder:
         )
         return row.place(prediction.tokens[i].tolist(), keep.tolist())
 
-    def _drop_finished(self) -> None:
-        """Lets finished rows leave the batch."""
+    def _drop_ended(self) -> Iterator[Event]:
+        """Lets rows leave the batch whose text is written, once their last tokens are scored."""
+        if any(row.awaits_scores for row in self.rows):
+            yield from self._commit([row.pending if row.awaits_scores else [] for row in self.rows])
         left = [i for i, row in enumerate(self.rows) if not row.is_finished]
         if 0 < len(left) < len(self.rows):
             self.cache = self.cache.select(left)

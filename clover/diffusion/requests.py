@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from clover.diffusion.constraint import ConstraintFactory
 from clover.diffusion.policies import Exact, Policy
@@ -13,6 +13,7 @@ from clover.errors import RequestError
 
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "timeout"]
 Decode = Callable[[Sequence[int]], str]
+MAX_TOP_LOGPROBS: Final = 20  # the OpenAI API's limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,10 @@ class GenerationRequest:
         draw: Which of several samples with the same seed this is.
         constraint: What the text has to be; None leaves it free. A text that is not cut by a limit
             or a stop string is valid.
+        top_logprobs: How many of the most likely tokens are named with each token's
+            log-probability, 0 to 20; None wants no log-probabilities. Text does not depend on it.
+            Tokens are given out once their log-probabilities are known, which in the block
+            policies is with the commit of their block; that of the last one is a pass more.
     """
 
     prompt_ids: Sequence[int]
@@ -40,6 +45,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     draw: int = 0
     constraint: ConstraintFactory | None = None
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -52,6 +58,26 @@ class GenerationRequest:
             raise RequestError(
                 "ignore_eos is true beside a constraint, whose text ends with EOS; leave one out"
             )
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}; allowed: None or 0 to {MAX_TOP_LOGPROBS}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """How likely a final token was; see `diffusion.logprobs`.
+
+    Attributes:
+        token_id: The token.
+        logprob: Its log-probability, in nats.
+        top: The most likely ids in its place, whether drawn or not, with their log-probabilities;
+            the likeliest first. It may name ids that are never drawn.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +86,9 @@ class GenerationStats:
 
     The prompt without its last token is prefilled, and not counted. From there on `passes` counts
     every forward that served this row; one that commits a block and previews the next is one pass,
-    and so is a verification, which counts as a commit. The last tokens of a text are never
-    committed, as nothing follows them. An autoregressive answer of n tokens takes n passes, less one
-    for each token that a constraint forces.
+    and so is a verification, which counts as a commit. The last tokens of a text are not committed,
+    as nothing follows them, unless their log-probabilities are wanted. An autoregressive answer of n
+    tokens takes n passes, less one for each token that a constraint forces.
 
     Attributes:
         tokens: Tokens produced, EOS included.
@@ -100,6 +126,8 @@ class GenerationResult:
         finish_reason: Which end came first. `cancelled` and `timeout` come from an engine alone.
         stats: Tokens, passes, seconds.
         seed: What reproduces the answer.
+        logprobs: Those of `token_ids`, one each, so that EOS has none; None: none were wanted. Where
+            they were, a text that is cancelled or timed out ends with the last token that has one.
     """
 
     token_ids: tuple[int, ...]
@@ -107,6 +135,7 @@ class GenerationResult:
     finish_reason: FinishReason
     stats: GenerationStats
     seed: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,10 +155,14 @@ class CanvasUpdated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCommitted:
-    """More tokens are final. Those of one row, joined, are the result's `token_ids`."""
+    """More tokens are final. Those of one row, joined, are the result's `token_ids`.
+
+    So are `logprobs`, one for each token, where they are wanted.
+    """
 
     row: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from clover.config import ModelConfig
 from clover.diffusion.constraint import Constraint
+from clover.diffusion.logprobs import Scorer
 from clover.diffusion.policies import (
     Autoregressive,
     CausalPolicy,
@@ -179,18 +180,26 @@ class Row:
     eos: frozenset[int]  # empty where the request ignores EOS
     pending: list[int]  # final tokens that the cache lacks; at first the last of the prompt
     constraint: Constraint | None  # has taken the output and the resolved prefix of the canvas
+    scorer: Scorer | None = None  # of a request that wants log-probabilities
     output: list[int] = field(default_factory=list)  # final tokens
     canvas: list[int | None] = field(default_factory=list)  # None: open
     previews: int = 0
     commits: int = 0
     passes: int = 0
     cached_tokens: int = 0
+    end: End | None = None  # of the text, once it is written
+    num_given_out: int = 0  # tokens that events have named
     is_finished: bool = False
 
     @property
     def num_final(self) -> int:
         """Tokens before the canvas."""
         return len(self.request.prompt_ids) + len(self.output)
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether the text is written, and the commit of `pending` has yet to score its last tokens."""
+        return self.end is not None and not self.is_finished
 
     def resolved_prefix(self) -> list[int]:
         """Returns the canvas up to its first open position."""
@@ -235,7 +244,7 @@ class Row:
     def close_blocks(self) -> list[Event]:
         """Makes a full canvas final and lays out the next, which may be full of forced tokens."""
         events: list[Event] = []
-        while not self.is_finished:
+        while self.end is None:
             prefix = self.resolved_prefix()
             if len(prefix) < self.block_size and not self._find_end(prefix):
                 break
@@ -261,7 +270,7 @@ class Row:
         new_tokens = list(targets[: num_agreed + 1])
         self.pending = new_tokens[-1:]
         events = self._append(new_tokens)
-        if self.constraint and not self.is_finished:
+        if self.constraint and self.end is None:
             self.constraint.commit(new_tokens)
         self._lay_draft()
         return len(new_tokens), events
@@ -272,6 +281,16 @@ class Row:
             self.constraint.commit([token_id])
         self.pending = [token_id, *self._take_forced()]
         return self._append(self.pending)
+
+    def score(self, logits: Tensor) -> list[Event]:
+        """Scores tokens of a row that wants log-probabilities; returns the events of what has one now.
+
+        Args:
+            logits: [k, V], the AR logits behind the k tokens that are committed next.
+        """
+        assert self.scorer is not None
+        self.scorer.add(logits)
+        return self._give_out()
 
     def place(self, tokens: Sequence[int], keep: Sequence[bool]) -> CanvasUpdated:
         """Puts what the policy keeps of the predicted tokens on the canvas."""
@@ -329,11 +348,14 @@ class Row:
             finish_reason=end.reason,
             stats=stats,
             seed=self.params.seed,
+            logprobs=tuple(self.scorer.scored) if self.scorer else None,
         )
         return Finished(row=self.index, result=result)
 
     def abandon(self, reason: FinishReason) -> Finished:
         """Ends the row with what is final, for a reason that is not in its text."""
+        if self.scorer:
+            del self.output[len(self.scorer.scored) :]
         return self.finish(End(num_tokens=len(self.output), reason=reason, text=self._text([])))
 
     def _lay_canvas(self, num_positions: int) -> None:
@@ -412,17 +434,28 @@ class Row:
                 f"expected a grammar that forces no forbidden id, found "
                 f"{sorted(forbidden.intersection(tokens))}; allow them or change the grammar"
             )
-        end = self._find_end(tokens)
-        num_before = len(self.output)
+        self.end = self._find_end(tokens)
         self.output.extend(tokens)
-        if end:
-            del self.output[end.num_tokens :]
-        final = self.output[num_before : -1 if end and end.reason == "eos" else None]
+        if self.end:
+            del self.output[self.end.num_tokens :]
+        return self._give_out()
+
+    def _give_out(self) -> list[Event]:
+        """Returns the events of what is final and, where that is wanted, scored."""
+        num_tokens = len(self.output) - bool(self.end and self.end.reason == "eos")
+        num_ready, logprobs = num_tokens, None
+        if self.scorer:
+            self.scorer.score(self.output[len(self.scorer.scored) : num_tokens])
+            num_ready = len(self.scorer.scored)
+            logprobs = tuple(self.scorer.scored[self.num_given_out :])
         events: list[Event] = []
-        if final:
-            events.append(BlockCommitted(row=self.index, token_ids=tuple(final)))
-        if end:
-            events.append(self.finish(end))
+        if tokens := tuple(self.output[self.num_given_out : num_ready]):
+            events.append(BlockCommitted(row=self.index, token_ids=tokens, logprobs=logprobs))
+            self.num_given_out = num_ready
+        if self.end and num_ready == num_tokens:
+            events.append(self.finish(self.end))
+        elif self.end:  # nothing follows the last token, which need not be committed
+            self.pending = self.pending[: num_tokens - num_ready]
         return events
 
     def _find_end(self, tokens: Sequence[int]) -> End | None:
@@ -469,6 +502,7 @@ def start_row(
         eos=frozenset() if request.ignore_eos else rules.eos,
         pending=[request.prompt_ids[-1]],
         constraint=request.constraint.start() if request.constraint else None,
+        scorer=None if request.top_logprobs is None else Scorer(request.top_logprobs),
     )
 
 

@@ -44,6 +44,8 @@ def clean_tokens(row: Row) -> list[int]:
 
 def canvas_tokens(row: Row) -> list[int]:
     """Returns what the row's next pass previews, masks where open."""
+    if row.awaits_scores:
+        return []
     match row.request.policy:
         case Autoregressive() | PromptLookup():
             return []
@@ -178,6 +180,7 @@ class Runner:
             if length:
                 job.last_hidden = clean[i, length - 1]
         accepted, events = self._read_commit(clean, lengths)
+        events += self._score(clean, accepted)
         transaction.commit(accepted)
         is_whole = [count == length for count, length in zip(accepted, lengths, strict=True)]
         return events + self._read_preview(previewed, canvas_lengths, is_whole)
@@ -199,7 +202,7 @@ class Runner:
             match job.row.request.policy:
                 case Exact() | Relaxed() | PromptLookup():
                     starts[i] = 0
-                case Autoregressive():
+                case Autoregressive() if not job.row.awaits_scores:
                     starts[i] = lengths[i] - 1
                 case _:
                     job.row.pending = []
@@ -221,6 +224,23 @@ class Runner:
                 # Not past the end of the text, so that a next turn may start from this state
                 accepted[i] = min(num_new, row.num_final - self.cache.lengths[i])
         return accepted, events
+
+    def _score(self, clean: Tensor, accepted: Sequence[int]) -> list[Event]:
+        """Scores tokens of the rows that want log-probabilities; returns the events.
+
+        Args:
+            clean: [B, T, D], hidden states of the clean tokens.
+            accepted: How many of them each row accepts.
+        """
+        wanting = [i for i, job in enumerate(self.jobs) if job.row.scorer and accepted[i]]
+        if not wanting:
+            return []
+        hidden_states = [clean[i, : accepted[i]] for i in wanting]
+        logits = self.model.logits(pad_sequence(hidden_states, batch_first=True))
+        events: list[Event] = []
+        for i, row_logits in zip(wanting, logits, strict=True):
+            events += self.jobs[i].row.score(row_logits[: accepted[i]])
+        return events
 
     def _read_preview(
         self, previewed: Tensor, canvas_lengths: Sequence[int], is_whole: Sequence[bool]

@@ -16,6 +16,7 @@ from clover.backends.base import (
     ChatRequest,
     ContentDelta,
     Sampling,
+    ScoredToken,
     ThinkingDelta,
     ToolCallDelta,
     ToolCallStarted,
@@ -64,7 +65,10 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Goes on from a text."""
     asked = ChatRequest(
-        raw=body.prompt, max_tokens=body.max_tokens, **_read_decoding(body, request)
+        raw=body.prompt,
+        max_tokens=body.max_tokens,
+        top_logprobs=body.logprobs,
+        **_read_decoding(body, request),
     )
     return await _answer(body, request, asked, is_chat=False)
 
@@ -75,7 +79,8 @@ async def _answer(
     service = get_service(request)
     check_model(body.model, service)
     answers = await service.start([replace(asked, draw=index) for index in range(body.n)])
-    writer = _Writer(service.backend.model, is_chat=is_chat)
+    has_logprobs = asked.top_logprobs is not None
+    writer = _Writer(service.backend.model, is_chat=is_chat, has_logprobs=has_logprobs)
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         events = writer.stream(answers, has_usage=has_usage)
@@ -96,6 +101,7 @@ def _read_chat(body: ChatCompletionRequest, request: Request) -> ChatRequest:
         thinking_budget=body.thinking_budget or _BUDGETS.get(effort or ""),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         wants_canvas=body.stream_canvas,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **_read_decoding(body, request),
     )
 
@@ -190,9 +196,10 @@ def _join(message: ChatMessage) -> str:
 class _Writer:
     """Writes the answers to one request, whole or as a stream of chunks."""
 
-    def __init__(self, model: str, *, is_chat: bool) -> None:
+    def __init__(self, model: str, *, is_chat: bool, has_logprobs: bool) -> None:
         prefix, name = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
         self._is_chat = is_chat
+        self._has_logprobs = has_logprobs
         self._chunk_name = f"{name}.chunk" if is_chat else name
         self._name = name
         self._id = make_id(prefix)
@@ -203,7 +210,7 @@ class _Writer:
             {
                 "index": index,
                 **self._result(end.message),
-                "logprobs": None,
+                "logprobs": self._logprobs(end.content_tokens or ()),
                 "finish_reason": end.finish_reason,
             }
             for index, end in enumerate(ends)
@@ -233,17 +240,16 @@ class _Writer:
         yield write_event(_DONE)
 
     def _chunk(self, index: int, part: Mapping[str, Any], finish_reason: str | None = None) -> str:
-        choice = {"index": index, **part, "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": index, "logprobs": None, **part, "finish_reason": finish_reason}
         return write_event({**self._head, "object": self._chunk_name, "choices": [choice]})
 
     def _delta(self, event: ChatEvent) -> dict[str, Any]:
         match event:
-            case ContentDelta(text) if not self._is_chat:
-                return {"text": text}
-            case ContentDelta(text):
-                delta: dict[str, Any] = {"content": text}
+            case ContentDelta(text, tokens):
+                part = {"delta": {"content": text}} if self._is_chat else {"text": text}
+                return {**part, "logprobs": self._logprobs(tokens)}
             case ThinkingDelta(text):
-                delta = {"reasoning": text, "reasoning_content": text}
+                delta: dict[str, Any] = {"reasoning": text, "reasoning_content": text}
             case ToolCallStarted(index, name):
                 function = {"name": name, "arguments": ""}
                 call = {"index": index, "id": make_id("call"), "type": "function"}
@@ -253,6 +259,32 @@ class _Writer:
             case _:
                 raise TypeError(f"expected a delta, found {type(event).__name__}")
         return {"delta": delta}
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        """Returns the tokens of a piece of content, in the shape of the API; None if none are wanted."""
+        if not self._has_logprobs:
+            return None
+        if self._is_chat:
+            entries = [
+                {
+                    **_write_token(token.token, token.logprob),
+                    "top_logprobs": [_write_token(*candidate) for candidate in token.top],
+                }
+                for token in tokens
+            ]
+            return {"content": entries, "refusal": None}
+        return {
+            "tokens": [_name_token(token.token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [  # with the token itself, which may not be among the likeliest
+                {
+                    _name_token(name): value
+                    for name, value in (*token.top, (token.token, token.logprob))
+                }
+                for token in tokens
+            ],
+            "text_offset": [token.span[0] for token in tokens],
+        }
 
     def _result(self, message: Message) -> dict[str, Any]:
         if not self._is_chat:
@@ -272,6 +304,18 @@ class _Writer:
         elif not message.content:
             written["content"] = ""
         return {"message": written}
+
+
+def _write_token(token: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _name_token(token), "bytes": list(token), "logprob": logprob}
+
+
+def _name_token(token: bytes) -> str:
+    """Returns a token's text; the bytes of one that is part of a character, as OpenAI spells them."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 def _write_usage(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -193,6 +193,8 @@ class ChatCompletionRequest(OpenAiDecoding):
     chat_template_kwargs: ChatTemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     thinking_budget: int | None = Field(None, ge=1, description="Most tokens of thinking.")
+    logprobs: bool = Field(False, description="Whether to tell those of the content's tokens.")
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     stream_canvas: bool = Field(
         False, description="Also stream what the canvas holds after each pass, not final."
     )
@@ -201,6 +203,8 @@ class ChatCompletionRequest(OpenAiDecoding):
     def _check_combinations(self) -> ChatCompletionRequest:
         if self.stream_canvas and not self.stream:
             raise ValueError("stream_canvas has no meaning without stream; leave it out")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs has no meaning without logprobs; leave it out")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; leave one out")
         if self.reasoning_effort and (self.thinking_budget or self.chat_template_kwargs):
@@ -216,6 +220,9 @@ class CompletionRequest(OpenAiDecoding):
     """The body of `POST /v1/completions`: one text, to go on from as it is."""
 
     prompt: str
+    logprobs: int | None = Field(
+        None, ge=0, le=5, description="How many of the most likely tokens to name with each token."
+    )
 
 
 class AnthropicText(_Body):

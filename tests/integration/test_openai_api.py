@@ -268,7 +268,8 @@ def test_tool_results_are_put_in_the_order_of_their_calls(
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
         ({"extra_body": {"tempreature": 1}}, "tempreature"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages.0.colour"),
@@ -307,6 +308,7 @@ def test_what_is_not_supported_is_refused_by_its_name(
         ({"reasoning_effort": "low", "extra_body": {"thinking_budget": 5}}, "reasoning_effort"),
         ({"extra_body": {"thinking_budget": 5} | QUIET}, "thinking_budget"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "y"}]}, "tool result"),
     ],
 )
@@ -324,6 +326,57 @@ def test_a_text_is_gone_on_with_as_it_is(client: openai.OpenAI, backend: Scripte
     chunks = client.completions.create(model="scripted", prompt="once", stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == SCRIPT[0]
     assert backend.requests[0].raw == "once"
+
+
+def test_log_probabilities_are_those_of_the_contents_tokens(
+    client: openai.OpenAI, backend: ScriptedBackend
+) -> None:
+    expected = ["\n\none", " two", " three"]  # each whole, also with newlines of the format
+    for fields, num_top in ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 3}, 1):
+        [choice] = ask(client, **fields).choices
+        entries = choice.logprobs.content
+        assert [entry.token for entry in entries] == expected
+        assert [bytes(entry.bytes).decode() for entry in entries] == expected
+        assert all(entry.logprob == 0 for entry in entries)
+        assert [len(entry.top_logprobs) for entry in entries] == [num_top] * 3
+        ask(client)  # the script goes round
+        streamed = [
+            entry
+            for chunk in ask(client, stream=True, **fields)
+            if chunk.choices[0].logprobs
+            for entry in chunk.choices[0].logprobs.content
+        ]
+        assert streamed == entries
+        ask(client)
+    asked = [request.top_logprobs for request in backend.requests]
+    assert asked == [0, None, 0, None, 3, None, 3, None]
+
+
+def test_thinking_and_calls_have_no_log_probabilities(client: openai.OpenAI) -> None:
+    ask(client)
+    [choice] = ask(client, tools=TOOLS, logprobs=True).choices
+    assert choice.message.tool_calls
+    assert [entry.token for entry in choice.logprobs.content] == ["\n\nBoth", " at", " once."]
+    [choice] = ask(client).choices
+    assert choice.logprobs is None
+
+
+def test_log_probabilities_of_a_text_say_where_each_token_stands(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "scripted", "prompt": "once", "logprobs": 0, "stop": "ree"}
+    done = client.completions.create(**asked).choices[0]
+    found = done.logprobs
+    assert found is not None
+    assert found.tokens == ["so", "\n</think>", "\n\none", " two", " three"]
+    assert found.token_logprobs == [0.0] * 5
+    assert found.top_logprobs == [{token: 0.0} for token in found.tokens]
+    assert found.text_offset == [0, 2, 11, 16, 20]
+    assert done.text == "so\n</think>\n\none two th"
+    client.completions.create(**asked)
+    chunks = list(client.completions.create(**asked, stream=True))
+    parts = [part for chunk in chunks if (part := chunk.choices[0].logprobs)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [item for part in parts for item in getattr(part, name) or ()]
+        assert joined == getattr(found, name)
 
 
 def test_models_are_listed_and_others_are_not_found(client: openai.OpenAI) -> None:

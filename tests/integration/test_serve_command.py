@@ -19,6 +19,8 @@ from tests.serving import wait_until
 REPOSITORY = Path(__file__).parents[2]
 TOOLS: list[Any] = json.loads((REPOSITORY / "examples" / "tools.json").read_text())
 SUM: list[Any] = [{"role": "user", "content": "What is 47 + 38?"}]
+TOLERANCE = 1e-3
+"""In nats, of fp32 logits whose last bits vary with the shape of a pass."""
 SECONDS = 300.0
 """More than loading and stopping take on a busy machine."""
 
@@ -82,6 +84,30 @@ def test_a_stream_shows_the_canvas_and_adds_up_to_the_whole_answer(client: opena
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert usage.tpf > 1.0
     assert any(None in canvas["cells"] for canvas in canvases)
+
+
+def test_log_probabilities_are_streamed_with_the_tokens_they_belong_to(
+    client: openai.OpenAI,
+) -> None:
+    for policy in ("threshold=0.5", "exact"):
+        fields = {"logprobs": True, "top_logprobs": 3, "extra_body": {"policy": policy}}
+        [whole] = ask(client, **fields).choices
+        content, entries = "", []
+        for chunk in ask(client, stream=True, **fields):
+            [choice] = chunk.choices
+            content += choice.delta.content or ""
+            entries += choice.logprobs.content if choice.logprobs else []
+        assert content == whole.message.content
+        assert "".join(entry.token for entry in entries).strip() == content
+        assert [entry.token for entry in entries] == [
+            entry.token for entry in whole.logprobs.content
+        ]
+        for entry, expected in zip(entries, whole.logprobs.content, strict=True):
+            assert entry.logprob == pytest.approx(expected.logprob, abs=TOLERANCE)
+            likeliest = [candidate.logprob for candidate in entry.top_logprobs]
+            assert len(likeliest) == 3
+            assert likeliest == sorted(likeliest, reverse=True)
+            assert entry.logprob <= likeliest[0]
 
 
 def test_a_demanded_call_satisfies_its_schema(client: openai.OpenAI) -> None:

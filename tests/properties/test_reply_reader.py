@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from clover.backends.base import (
     ChatFinished,
     ChatRequest,
     ContentDelta,
+    ScoredToken,
     ThinkingDelta,
     ToolCallDelta,
     ToolCallStarted,
@@ -69,6 +71,63 @@ def test_no_chunking_changes_the_message(
             events += reader.push(chunk)
         events += reader.finish(length)
         assert join(events) == reader.message == expected
+
+
+def cut(text: str, points: list[int]) -> list[str]:
+    edges = [0, *sorted({point % (len(text) + 1) for point in points}), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+@settings(max_examples=NUM_EXAMPLES)
+@given(
+    TEXTS,
+    STOPS,
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(0, 10_000), max_size=30),
+    st.lists(st.integers(0, 10_000), max_size=30),
+)
+def test_the_tokens_of_the_content_are_those_that_write_it(
+    text: str,
+    stop: list[str],
+    is_thinking: bool,
+    is_raw: bool,
+    points: list[int],
+    pieces: list[int],
+) -> None:
+    found = find_stop(text, stop)
+    length = found[0] if found else len(text)
+
+    def read(parts: list[list[ScoredToken]]) -> tuple[str, list[ScoredToken]]:
+        """Returns content and tokens as the deltas have them."""
+        reader = ReplyReader(starts_in_thinking=is_thinking, stop=stop, is_raw=is_raw)
+        events: list[ChatDeltaEvent] = []
+        for part in parts:
+            events += reader.push("".join(token.token.decode() for token in part), part)
+        events += reader.finish(length)
+        deltas = [event for event in events if isinstance(event, ContentDelta)]
+        tokens = [token for delta in deltas for token in delta.tokens]
+        assert tokens == reader.content_tokens
+        return "".join(delta.text for delta in deltas), tokens
+
+    def score(words: list[str]) -> list[ScoredToken]:
+        ends = itertools.accumulate(map(len, words))
+        return [
+            ScoredToken(token=word.encode(), logprob=0.0, top=(), span=(end - len(word), end))
+            for word, end in zip(words, ends, strict=True)
+        ]
+
+    # A token a character: they are the content, but for a newline that no token wrote
+    content, characters = read([[token] for token in score(list(text))])
+    written = "".join(token.token.decode() for token in characters)
+    assert written.replace("\n", "") == content.replace("\n", "")
+    # Longer ones: those that hold such a character, each once, whatever comes at a time
+    words = score(cut(text, points))
+    places = {token.span[0] for token in characters}
+    expected = [word for word in words if places.intersection(range(*word.span))]
+    edges = [0, *sorted(piece % (len(words) + 1) for piece in pieces), len(words)]
+    for chunks in ([words], [words[start:end] for start, end in pairwise(edges)]):
+        assert read(chunks) == (content, expected)
 
 
 @settings(max_examples=NUM_EXAMPLES)

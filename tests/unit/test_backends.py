@@ -28,11 +28,13 @@ from clover.backends.scripted import ScriptedBackend
 from clover.chat import Message, ToolCall, parse_reply
 from clover.checkpoint.load import LoadedCheckpoint, load_checkpoint, resolve_checkpoint
 from clover.diffusion.generate import GenerationRequest, generate_all, reserved_token_ids
-from clover.diffusion.policies import Exact
+from clover.diffusion.policies import Exact, parse_policy
 from clover.engine.engine import EngineConfig
 from clover.errors import CapacityError, PromptError, RequestError
 
 T = TypeVar("T")
+TOLERANCE = 1e-3
+"""In nats, of fp32 logits whose last bits vary with the shape of a pass."""
 SECONDS = 120.0
 """More than any of these takes on a busy machine; a stream that never ends fails here."""
 
@@ -189,6 +191,64 @@ def test_nano_answers_as_the_plain_loop_does(nano: LoadedCheckpoint, local: Loca
     assert "<|mask|>" not in cells
     assert any(cell is None for cell in cells)
     assert any(cell is not None for cell in cells)
+
+
+def test_nano_says_how_likely_its_content_was(nano: LoadedCheckpoint, local: LocalBackend) -> None:
+    policies = ("exact", "threshold=0.5", "entropy_bound=0.5", "prompt_lookup", "autoregressive")
+    prompt = nano.template.render(SUM.messages, enable_thinking=True)
+
+    async def serve() -> list[tuple[list[ChatEvent], ChatFinished]]:
+        async with local:
+            requests = [replace(SUM, policy=policy, top_logprobs=2) for policy in policies]
+            return [await ask(local, request) for request in requests]
+
+    for policy, (events, end) in zip(policies, run(serve()), strict=True):
+        [written] = generate_all(
+            nano.model,
+            [
+                GenerationRequest(
+                    prompt_ids=nano.tokenizer.encode(prompt),
+                    max_tokens=SUM.max_tokens,
+                    policy=parse_policy(policy),
+                    top_logprobs=2,
+                )
+            ],
+            decode=nano.tokenizer.decode,
+            forbidden_token_ids=reserved_token_ids(nano.config, len(nano.tokenizer)),
+        )
+        tokens = end.content_tokens
+        assert tokens
+        assert written.logprobs is not None
+        deltas = [event for event in events if isinstance(event, ContentDelta)]
+        assert tuple(token for delta in deltas for token in delta.tokens) == tokens
+        assert b"".join(token.token for token in tokens).decode().strip() == end.message.content
+        # The content is the end of the text
+        for token, entry in zip(tokens, written.logprobs[-len(tokens) :], strict=True):
+            assert token.token == nano.tokenizer.to_bytes([entry.token_id])
+            assert token.logprob == pytest.approx(entry.logprob, abs=TOLERANCE)
+            assert len(token.top) == 2
+
+
+def test_characters_of_several_tokens_belong_to_each_of_them(nano: LoadedCheckpoint) -> None:
+    text = "Łódź 東京 \N{GRINNING FACE}!"
+    form = {"const": text}
+    request = replace(SUM, json_schema=form, enable_thinking=False, top_logprobs=0)
+
+    async def serve() -> tuple[list[ChatEvent], ChatFinished]:
+        async with LocalBackend(nano, model="nano") as backend:
+            return await ask(backend, request)
+
+    _, end = run(serve())
+    assert json.loads(end.message.content) == text
+    tokens = end.content_tokens
+    assert tokens is not None
+    written = b"".join(token.token for token in tokens)
+    assert written.decode().strip() == end.message.content
+    whole, start = written.decode(), tokens[0].span[0]
+    for token in tokens:  # its characters hold its bytes
+        place = slice(token.span[0] - start, token.span[1] - start)
+        assert token.token in whole[place].encode()
+    assert any(b"\xf0" in token.token and b"\x80" not in token.token for token in tokens)
 
 
 def test_calls_and_json_are_valid_by_construction(local: LocalBackend) -> None:
