@@ -8,7 +8,13 @@ from typing import Any, Final
 
 from fastapi import Response
 
-from clover.errors import CapacityError, CloverError, EngineClosedError, GenerationError
+from clover.errors import (
+    CapacityError,
+    CloverError,
+    EngineClosedError,
+    GenerationError,
+    RemoteError,
+)
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -66,6 +72,8 @@ def from_clover_error(error: CloverError) -> ApiError:
             status = 429
         case EngineClosedError():
             status = 503
+        case RemoteError():
+            status = 502
         case GenerationError():
             status = 500
         case _:
