@@ -19,6 +19,7 @@ from clover.errors import (
     CloverError,
     GenerationError,
     PromptError,
+    RemoteError,
     RequestError,
     TrainingError,
     TrainingInputError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from clover.backends.base import Backend
     from clover.checkpoint.load import LoadedCheckpoint
     from clover.cli_display import Pane
     from clover.cli_reply import Knobs, Question, Writer
@@ -107,7 +109,7 @@ def main() -> NoReturn:
         if _State.debug:
             raise
         print(f"clover: {error}", file=sys.stderr)  # noqa: T201
-        failed = isinstance(error, GenerationError | TrainingError | BenchmarkError)
+        failed = isinstance(error, GenerationError | RemoteError | TrainingError | BenchmarkError)
         failed = failed and not isinstance(error, TrainingInputError)
         sys.exit(FAILED if failed else WRONG_INPUT)
     except BrokenPipeError:  # the reader of a pipe has left
@@ -210,7 +212,21 @@ def generate(
 
 @app.command()
 def chat(
-    model: ModelOption = DEFAULT_MODEL,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help=f"A checkpoint folder, {DEFAULT_MODEL} by default; with --url, the server's name "
+            "of one.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A server of the OpenAI API, in place of a model here.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="CLOVER_API_KEY", help="What that server wants to see.")
+    ] = None,
     policy: PolicyOption = None,
     threshold: ThresholdOption = None,
     entropy_bound: EntropyOption = None,
@@ -228,33 +244,63 @@ def chat(
     device: DeviceOption = "auto",
 ) -> None:
     """Talks turn after turn: /thinking, /reset, /exit. Ctrl-C stops a reply, Ctrl-D leaves."""
-    read_tools = _read_tools(tools)
-    with _loading(model):
-        from clover.cli_chat import Chat
+    from clover.backends.base import Sampling
+    from clover.cli_chat import Chat
 
-        knobs = _read_knobs(
-            policy,
-            threshold,
-            entropy_bound,
-            block_size,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            max_tokens,
-            stop,
-        )
-        writer = _open_writer(model, knobs, device)
+    if url is not None and device != "auto":
+        raise RequestError(f"--device {device} is for a model here, found --url too; leave one out")
+    read_tools = _read_tools(tools)
+    named_policy = _name_policy(policy, threshold, entropy_bound)
+    decoding = {
+        "policy": named_policy,
+        "block_size": block_size,
+        "sampling": Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        ),
+        "max_tokens": max_tokens,
+        "stop": tuple(stop or ()),
+    }
+    backend = (
+        _open_local(model or DEFAULT_MODEL, named_policy, device)
+        if url is None
+        else _open_remote(url, model, api_key)
+    )
     out, notes = _consoles()
     Chat(
-        writer,
+        backend,
         system=system,
         tools=read_tools,
         enable_thinking=thinking is not False,
+        decoding=decoding,
         out=out,
         notes=notes,
     ).run()
+
+
+def _open_local(model: str, policy: str | None, device: str) -> Backend:
+    with _loading(model):
+        from clover.backends.local import LocalBackend
+        from clover.diffusion.policies import parse_policy
+        from clover.engine.engine import EngineConfig
+
+        chosen = parse_policy(policy) if policy else None  # a wrong one is refused before all else
+        return LocalBackend(
+            _load(model, device),
+            model=Path(model).name,
+            config=EngineConfig(num_slots=1),
+            policy=chosen,
+        )
+
+
+def _open_remote(url: str, model: str | None, api_key: str | None) -> Backend:
+    try:
+        from clover.backends.remote import RemoteBackend
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"expected the client of the OpenAI API, found no {error.name}; "
+            "pip install 'clover[remote]'"
+        ) from error
+    return RemoteBackend(url, model=model, api_key=api_key)
 
 
 @app.command()
@@ -589,6 +635,13 @@ def _choose_policy(
 ) -> Policy | None:
     from clover.diffusion.policies import parse_policy
 
+    name = _name_policy(policy, threshold, entropy_bound)
+    return parse_policy(name) if name else None
+
+
+def _name_policy(
+    policy: str | None, threshold: float | None, entropy_bound: float | None
+) -> str | None:
     named = [policy] if policy else []
     named += [f"threshold={threshold}"] if threshold is not None else []
     named += [f"entropy_bound={entropy_bound}"] if entropy_bound is not None else []
@@ -596,7 +649,7 @@ def _choose_policy(
         raise RequestError(
             f"expected one policy, found {' and '.join(named)}; leave all but one out"
         )
-    return parse_policy(named[-1]) if named else None
+    return named[-1] if named else None
 
 
 def _read_tools(path: Path | None) -> list[Mapping[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from typing import Any
 from clover.backends.local import choose_sampling
 from clover.chat import ChatTemplate, Message, parse_reply
 from clover.checkpoint.load import LoadedCheckpoint
-from clover.cli_display import Pane, Screen
+from clover.cli_display import Pane, Screen, plain_answer
 from clover.diffusion.generate import (
     BlockCommitted,
     CanvasUpdated,
@@ -151,12 +150,8 @@ class Reply:
 
     @property
     def answer(self) -> str:
-        """What a pipe gets: the content, then each tool call as a line of JSON; no thinking."""
-        message = self.message
-        calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-        lines = [message.content.strip() if calls else message.content]
-        lines += [json.dumps(call, ensure_ascii=False, default=dict) for call in calls]
-        return "\n".join(line for line in lines if line)
+        """What a pipe gets."""
+        return plain_answer(self.message)
 
     def step(self) -> None:
         """Runs the model up to its next event."""

@@ -10,6 +10,7 @@
     |-- GenerationError   decoding that cannot go on (for example NaN logits)
     |-- CapacityError     a request too many for an engine and its queue
     |-- EngineClosedError an engine that no longer serves
+    |-- RemoteError       a server elsewhere that cannot be reached, or breaks off
     |-- TaskError         an unknown task family or split
     |-- BenchmarkError    texts that have to be equal and are not: nothing is worth timing
     `-- TrainingError     training that cannot go on (for example a loss that is not finite)
@@ -59,6 +60,10 @@ class CapacityError(CloverError):
 
 class EngineClosedError(CloverError):
     """An engine that was closed, or stopped by an error, before a request came to its end."""
+
+
+class RemoteError(CloverError):
+    """A server elsewhere that cannot be reached, does not take the key, fails or breaks off."""
 
 
 class TaskError(CloverError, ValueError):

@@ -108,7 +108,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What one answer cost.
+    """What one answer cost. A number that a remote server does not say is 0.
 
     Attributes:
         prompt_tokens: Of the rendered prompt.
@@ -128,8 +128,8 @@ class Usage:
 
     @property
     def tpf(self) -> float:
-        """Tokens per forward pass; a text without one counts as one."""
-        return self.completion_tokens / max(self.passes, 1)
+        """Tokens per forward pass; 0 without a pass, or where their number is not known."""
+        return self.completion_tokens / self.passes if self.passes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +225,7 @@ class ChatStream(Protocol):
     Raises:
         GenerationError: While iterating: the answer cannot go on.
         EngineClosedError: While iterating: the backend has stopped before the end.
+        RemoteError: While iterating: the server behind it has failed or broken off.
     """
 
     def __aiter__(self) -> AsyncIterator[ChatEvent]:
@@ -284,6 +285,7 @@ class Backend(Protocol):
             PromptError, TemplateError, RequestError: It cannot be answered as it is.
             CapacityError: There are too many requests; try again later.
             EngineClosedError: The backend no longer serves.
+            RemoteError: The server behind it cannot be reached, or fails.
         """
         ...
 

@@ -200,7 +200,7 @@ class LocalBackend:
         """Returns what the text has to be, None if it is free."""
         form, answer = _answer_format(request), None
         if form is not None:
-            answer = self._compiler.compile(form, starts_in_thinking=is_thinking)
+            answer = self.compiler.compile(form, starts_in_thinking=is_thinking)
         if request.thinking_budget is None:
             return answer
         tokenizer, config = self._checkpoint.tokenizer, self._checkpoint.config
@@ -247,8 +247,8 @@ class LocalBackend:
         )
 
     @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        """Made once, with the first constraint: reading a large vocabulary takes a second."""
+    def compiler(self) -> GrammarCompiler:
+        """Compiles constraints. Made with the first: reading a large vocabulary takes a second."""
         config = self._checkpoint.config
         return GrammarCompiler(
             self._checkpoint.tokenizer,

@@ -8,7 +8,13 @@ from typing import Any, Final
 
 from fastapi import Response
 
-from clover.errors import CapacityError, CloverError, EngineClosedError, GenerationError
+from clover.errors import (
+    CapacityError,
+    CloverError,
+    EngineClosedError,
+    GenerationError,
+    RemoteError,
+)
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -18,18 +24,29 @@ _TYPES: Final = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_RETRY_SECONDS: Final = 1  # by then a pass or many have ended
+_RETRY_SECONDS: Final = 1  # where nothing better is known: by then a pass or many have ended
 CLIENT_LEFT: Final = 499  # nobody reads it but the log
 
 
 class ApiError(Exception):
-    """An answer that is an error: its HTTP status, a sentence, and the field that is to blame."""
+    """An answer that is an error: its HTTP status, a sentence, and the field that is to blame.
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    `retry_seconds` is when a client that was refused for want of room may come back.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        retry_seconds: int = _RETRY_SECONDS,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.retry_seconds = retry_seconds
 
     @property
     def type(self) -> str:
@@ -47,7 +64,7 @@ class ApiError(Exception):
 
     def response(self, path: str) -> Response:
         """Returns the HTTP response."""
-        headers = {"Retry-After": str(_RETRY_SECONDS)} if self.status in (429, 503) else None
+        headers = {"Retry-After": str(self.retry_seconds)} if self.status in (429, 503) else None
         return json_response(self.body(path), status=self.status, headers=headers)
 
 
@@ -66,6 +83,8 @@ def from_clover_error(error: CloverError) -> ApiError:
             status = 429
         case EngineClosedError():
             status = 503
+        case RemoteError():
+            status = 502
         case GenerationError():
             status = 500
         case _:

@@ -102,6 +102,11 @@ class AnswerTimer:
         """Since the start."""
         return time.perf_counter() - self._started
 
+    @property
+    def writing_seconds(self) -> float:
+        """Since the first text; 0 before it."""
+        return 0.0 if self._first is None else self.seconds - self._first
+
     def text(self) -> None:
         """Says that text has come."""
         if self._first is None:
@@ -109,5 +114,4 @@ class AnswerTimer:
 
     def finish(self, end: ChatFinished) -> None:
         """Counts the answer."""
-        after_first = 0.0 if self._first is None else self.seconds - self._first
-        self._metrics._count(end, self._first, after_first)
+        self._metrics._count(end, self._first, self.writing_seconds)

@@ -332,5 +332,5 @@ def _write_usage(usages: Sequence[Usage]) -> dict[str, Any]:
             "reasoning_tokens": sum(usage.thinking_tokens for usage in usages)
         },
         "passes": passes,
-        "tpf": completion / max(passes, 1),
+        "tpf": completion / passes if passes else 0.0,
     }

@@ -1,5 +1,8 @@
 """The bodies that clients send, field by field. What is not here is refused by its name.
 
+Fields that clients send by habit, and whose neglect changes no text, are marked "Without effect", and
+listed in `docs/serving.md`. They are accepted only with values that ask for nothing.
+
 Source: the OpenAI and Anthropic API references. JSON null means the same as a field left out.
 """
 
@@ -26,11 +29,19 @@ class _Body(BaseModel):
         return data
 
 
+class CacheControl(_Body):
+    """Without effect: what can be taken from the prefix cache always is."""
+
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
 class TextPart(_Body):
     """A piece of text; images and sound are refused."""
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 Text = str | list[TextPart]
@@ -53,7 +64,11 @@ class MessageToolCall(_Body):
 
 
 class ChatMessage(_Body):
-    """One turn. Thinking may come back under either of its names."""
+    """One turn. Thinking may come back under either of its names.
+
+    Without effect: `name`, for which the chat format has no place, and `annotations`, the sources of
+    an answer that another server gave.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
@@ -61,6 +76,8 @@ class ChatMessage(_Body):
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    name: str | None = None
+    annotations: list[dict[str, Any]] | None = None
 
 
 class Function(_Body):
@@ -126,9 +143,10 @@ ResponseFormat = Annotated[
 
 
 class StreamOptions(_Body):
-    """What a stream holds besides its deltas."""
+    """What a stream holds besides its deltas. An answer that is not streamed always has its usage."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class ChatTemplateOptions(_Body):
@@ -160,7 +178,20 @@ class Decoding(_Body):
     block_size: int | None = None
 
 
-class OpenAiDecoding(Decoding):
+class OpenAiHabits(_Body):
+    """Without effect: labels of a request, and the defaults of services that are not offered."""
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class OpenAiDecoding(Decoding, OpenAiHabits):
     """What both OpenAI ways of asking have in common."""
 
     min_p: float | None = None
@@ -173,12 +204,6 @@ class OpenAiDecoding(Decoding):
     stop: str | list[str] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream_options: StreamOptions | None = None
-
-    @model_validator(mode="after")
-    def _check_stream_options(self) -> OpenAiDecoding:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options has no meaning without stream; leave it out")
-        return self
 
 
 class ChatCompletionRequest(OpenAiDecoding):
@@ -211,8 +236,8 @@ class ChatCompletionRequest(OpenAiDecoding):
             raise ValueError(
                 "reasoning_effort stands for a thinking_budget and enable_thinking; leave one out"
             )
-        if not self.tools and (self.tool_choice or self.parallel_tool_calls is not None):
-            raise ValueError("tool_choice and parallel_tool_calls have no meaning without tools")
+        if not self.tools and self.tool_choice not in (None, "auto", "none"):
+            raise ValueError("tool_choice demands a call, and there are no tools; leave it out")
         return self
 
 
@@ -230,14 +255,22 @@ class AnthropicText(_Body):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
+    citations: list[dict[str, Any]] | None = None  # without effect: sources of an earlier answer
 
 
 class AnthropicThinking(_Body):
-    """Thinking of an earlier turn; the signature is this server's, and empty."""
+    """Thinking of an earlier turn. Without effect: the signature, which this server leaves empty."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
+
+
+class DirectCaller(_Body):
+    """Without effect: says that the model has called a tool itself, as it always does here."""
+
+    type: Literal["direct"]
 
 
 class AnthropicToolUse(_Body):
@@ -247,14 +280,21 @@ class AnthropicToolUse(_Body):
     id: str
     name: str
     input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: DirectCaller | None = None
 
 
 class AnthropicToolResult(_Body):
-    """What a tool call of the turn before gave."""
+    """What a tool call of the turn before gave.
+
+    Without effect: `is_error`, for which the chat format has no place; the content says it.
+    """
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[AnthropicText] = ""
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 AnthropicBlock = Annotated[
@@ -271,11 +311,18 @@ class AnthropicMessage(_Body):
 
 
 class AnthropicTool(_Body):
-    """A tool that may be called."""
+    """A tool that may be called. Calls satisfy `input_schema` whatever `strict` says.
 
+    Without effect: `eager_input_streaming`, as the input of a call is sent once it is whole.
+    """
+
+    type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class AnthropicToolChoice(_Body):
@@ -308,12 +355,19 @@ class AnthropicPrompt(_Body):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: AnthropicThinkingOption | None = None
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _check_tools(self) -> AnthropicPrompt:
-        if self.tool_choice and not self.tools:
-            raise ValueError("tool_choice has no meaning without tools; leave it out")
+        if self.tool_choice and self.tool_choice.type in ("any", "tool") and not self.tools:
+            raise ValueError("tool_choice demands a call, and there are no tools; leave it out")
         return self
+
+
+class AnthropicMetadata(_Body):
+    """Without effect: who asks."""
+
+    user_id: str | None = None
 
 
 class MessagesRequest(Decoding, AnthropicPrompt):
@@ -321,6 +375,8 @@ class MessagesRequest(Decoding, AnthropicPrompt):
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
+    metadata: AnthropicMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
 
 
 class CountTokensRequest(AnthropicPrompt):

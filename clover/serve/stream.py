@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any, Final
 
 from fastapi import Request
@@ -19,13 +21,16 @@ from clover.backends.base import (
     ChatFinished,
     ChatRequest,
     ChatStream,
+    Load,
 )
-from clover.errors import CloverError
+from clover.errors import CapacityError, CloverError
 from clover.serve.errors import CLIENT_LEFT, ApiError, from_clover_error
 from clover.serve.metrics import AnswerTimer, Metrics
 
 logger = logging.getLogger("clover.serve")
 
+_NUM_RECENT: Final = 32  # answers whose seconds are remembered
+_WAIT_BOUNDS: Final = (1, 60)  # seconds: what a client is told to wait at least, and at most
 _SSE_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -42,11 +47,13 @@ class Service:
         self.backend = backend
         self.metrics = Metrics(lambda: backend.load)
         self._answers: set[Answer] = set()
+        self._writing_seconds: deque[float] = deque(maxlen=_NUM_RECENT)
 
     async def start(self, requests: Sequence[ChatRequest]) -> list[Answer]:
         """Starts all answers, or none: one that is refused cancels the others.
 
         Raises:
+            ApiError: There are too many already; it says when to come back.
             CloverError: As `Backend.chat` does.
         """
         answers: list[Answer] = []
@@ -54,9 +61,12 @@ class Service:
             for request in requests:
                 timer = self.metrics.time_answer()
                 answers.append(Answer(self, await self.backend.chat(request), timer))
-        except BaseException:
+        except BaseException as error:
             for answer in answers:
                 answer.cancel()
+            if isinstance(error, CapacityError):
+                wait = estimate_wait(self.backend.load, self._writing_seconds)
+                raise ApiError(429, str(error), retry_seconds=wait) from error
             raise
         self._answers.update(answers)
         return answers
@@ -66,9 +76,28 @@ class Service:
         for answer in self._answers:
             answer.cut()
 
+    def learn(self, writing_seconds: float) -> None:
+        """Says how long an answer that has ended took, from its first text."""
+        self._writing_seconds.append(writing_seconds)
+
     def forget(self, answer: Answer) -> None:
         """Says that an answer has ended, or that nobody reads it any more."""
         self._answers.discard(answer)
+
+
+def estimate_wait(load: Load, writing_seconds: Collection[float]) -> int:
+    """Returns the seconds after which those who wait now, and one more, may have had their turn.
+
+    Args:
+        load: Of the backend; as it is full, all of its slots are running.
+        writing_seconds: What recent answers took. Not their time in the queue, which is what is to
+            be found; nor that of their prompts, so that it is rather too short than too long.
+    """
+    if not writing_seconds:
+        return _WAIT_BOUNDS[0]
+    mean = sum(writing_seconds) / len(writing_seconds)
+    seconds = math.ceil((load.waiting + 1) * mean / max(load.running, 1))
+    return min(max(seconds, _WAIT_BOUNDS[0]), _WAIT_BOUNDS[1])
 
 
 class Answer:
@@ -118,6 +147,7 @@ class Answer:
         self._is_over = True
         self._service.forget(self)
         self._timer.finish(end)
+        self._service.learn(self._timer.writing_seconds)
         usage = end.usage
         log(
             event="answer",

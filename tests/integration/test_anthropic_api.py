@@ -173,10 +173,56 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     assert counted.input_tokens == 3
 
 
+def test_habits_of_clients_change_nothing(
+    client: anthropic.Anthropic, backend: ScriptedBackend
+) -> None:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    tool = {**TOOLS[0], **cached, "type": "custom", "strict": True, "eager_input_streaming": True}
+    system = {"type": "text", "text": "be brief"}
+    user = {"type": "text", "text": "hello"}
+    plain = ask(client, system=[system], tools=TOOLS, thinking=THINKING)
+    usual = ask(
+        client,
+        system=[{**system, **cached}],
+        messages=[{"role": "user", "content": [{**user, **cached}]}],
+        tools=[tool],
+        tool_choice={"type": "auto"},
+        thinking=THINKING,
+        metadata={"user_id": "u"},
+        service_tier="standard_only",
+        extra_headers={"anthropic-beta": "interleaved-thinking-2025-05-14"},
+        extra_query={"beta": "true"},
+        extra_body=cached,
+    )
+    assert backend.requests[0] == backend.requests[1]
+    assert usual.content[:2] == plain.content[:2]
+    ask(client, tool_choice={"type": "none"})
+
+
+def test_what_the_sdk_makes_of_a_message_may_come_back(
+    client: anthropic.Anthropic, backend: ScriptedBackend
+) -> None:
+    message = ask(client, tools=TOOLS, thinking=THINKING)
+    blocks: list[Any] = [block.model_dump() for block in message.content]
+    assert "signature" in blocks[0]
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": block["id"], "content": "no room", "is_error": True}
+        for block in blocks[2:]
+    ]
+    results[1]["cache_control"] = {"type": "ephemeral"}
+    turns = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+    ask(client, messages=[*HELLO, *turns], tools=TOOLS)
+    _, assistant, *rest = backend.requests[-1].messages
+    assert (assistant.thinking, assistant.content) == ("I look.", "Both at once.")
+    assert len(assistant.tool_calls) == 2
+    assert rest == [Message("tool", "no room")] * 2
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"metadata": {"user_id": "x"}}, "metadata"),
+        ({"metadata": {"user": "x"}}, "metadata.user"),
+        ({"service_tier": "priority"}, "service_tier"),
         ({"thinking": {"type": "disabled", "budget_tokens": 2000}}, "thinking_budget"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

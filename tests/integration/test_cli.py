@@ -146,7 +146,7 @@ def test_the_surface_is_what_the_readme_says() -> None:
             *(knobs | {"--raw", "--examples", "--compare", "--parent", "--json"}),
             *("--json-schema", "--regex", "--tool-choice"),
         },
-        "chat": knobs,
+        "chat": knobs | {"--url", "--api-key"},
         "convert": {"--block-size", "--mask-token-id", "--coreset", "--no-shift", "--force"},
         "inspect": {"--json", "--training", "--gpus"},
         "train": {

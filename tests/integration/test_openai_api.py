@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -298,7 +299,10 @@ def test_what_is_not_supported_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"store": True}, "store"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"extra_body": {"functions": []}}, "functions"),
         ({"extra_body": {"stream_canvas": True}}, "stream_canvas"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"extra_body": {"policy": "exact", "threshold": 0.5}}, "threshold"),
@@ -317,6 +321,64 @@ def test_what_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=said):
         ask(client, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "u", "safety_identifier": "u", "metadata": {"run": "7"}},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h"},
+        {"store": False, "service_tier": "auto", "modalities": ["text"]},
+        {"service_tier": "default", "extra_body": {"top_logprobs": None, "audio": None}},
+        {"parallel_tool_calls": False},
+        {"parallel_tool_calls": True, "tools": [], "tool_choice": "none"},
+        {"tool_choice": "auto"},
+        {"stream_options": {"include_usage": True, "include_obfuscation": False}},
+        {"messages": [{"role": "user", "content": "hello", "name": "ann"}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+                    ],
+                }
+            ]
+        },
+    ],
+)
+def test_habits_of_clients_change_nothing(
+    client: openai.OpenAI, backend: ScriptedBackend, fields: dict[str, Any]
+) -> None:
+    plain = ask(client)
+    ask(client)  # the script goes round
+    assert ask(client, **fields).choices == plain.choices
+    assert (
+        replace(backend.requests[2], parallel_tool_calls=True, tool_choice="auto")
+        == (backend.requests[0])
+    )
+
+
+def test_what_the_sdk_makes_of_a_message_may_come_back(
+    client: openai.OpenAI, backend: ScriptedBackend
+) -> None:
+    said = ask(client).choices[0].message
+    called = ask(client, tools=TOOLS).choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": "done"}
+        for call in called.tool_calls
+    ]
+    for nulls in (True, False):
+        echoed = [
+            {**message.model_dump(exclude_none=not nulls), "annotations": []}
+            for message in (said, called)
+        ]
+        assert ("refusal" in echoed[0]) == nulls
+        ask(client, messages=[*HELLO, echoed[0], *HELLO, echoed[1], *results], tools=TOOLS)
+        _, first, _, second, *rest = backend.requests[-1].messages
+        assert first == Message("assistant", "one two three", "so")
+        assert second.tool_calls[1] == ToolCall("book", {"city": "Oslo"})
+        assert rest == [Message("tool", "done")] * 2
 
 
 def test_a_text_is_gone_on_with_as_it_is(client: openai.OpenAI, backend: ScriptedBackend) -> None:

@@ -12,10 +12,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from clover.backends.base import ChatRequest
+from clover.backends.base import ChatRequest, Load
 from clover.backends.scripted import ScriptedBackend, ScriptedStream
 from clover.errors import RequestError
 from clover.serve.app import ServerConfig
+from clover.serve.stream import estimate_wait
 from tests.serving import serving, wait_until
 
 BODY: dict[str, Any] = {
@@ -43,6 +44,28 @@ def test_a_full_server_says_when_to_come_back(plain: httpx2.Client) -> None:
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_who_is_refused_is_told_to_wait_as_long_as_answers_take(plain: httpx2.Client) -> None:
+    backend = ScriptedBackend(["word " * 5, *LONG], seconds_per_token=0.5, capacity=1)
+    with serving(backend, shutdown_seconds=0.0) as url:
+        plain.post(url + CHAT, json=BODY)  # 2 seconds and a little from its first word to its end
+        with plain.stream("POST", url + CHAT, json=BODY | {"stream": True}):
+            refused = plain.post(url + CHAT, json=BODY)
+    assert refused.status_code == 429
+    assert 2 < int(refused.headers["retry-after"]) <= 60
+
+
+def test_the_wait_is_that_of_the_queue_shared_among_the_slots() -> None:
+    cases: list[tuple[int, int, list[float], int]] = [
+        (4, 7, [2.0, 4.0], 6),  # 8 answers of 3 seconds, 4 at a time
+        (4, 0, [2.0], 1),
+        (1, 0, [0.2], 1),
+        (1, 300, [5.0], 60),
+        (1, 300, [], 1),  # nothing is known yet
+    ]
+    for running, waiting, seconds, expected in cases:
+        assert estimate_wait(Load(running=running, waiting=waiting), seconds) == expected
 
 
 def test_of_several_answers_all_are_started_or_none(plain: httpx2.Client) -> None:

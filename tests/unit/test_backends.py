@@ -334,3 +334,21 @@ def test_draws_with_one_seed_differ_and_repeat(local: LocalBackend) -> None:
     first, second, again = run(serve())
     assert first == again
     assert first != second
+
+
+def test_a_schema_that_comes_again_gives_the_same_text_and_is_not_compiled_again(
+    nano: LoadedCheckpoint,
+) -> None:
+    warm = LocalBackend(nano, model="nano", config=EngineConfig(num_slots=2, max_waiting=0))
+    booking = replace(
+        SUM, tools=tuple(TOOLS), tool_choice="book_hotel", enable_thinking=False, max_tokens=60
+    )
+
+    async def serve() -> list[Message]:
+        async with warm:
+            return [(await ask(warm, request))[1].message for request in (booking,) * 2]
+
+    first, second = run(serve())
+    assert first.tool_calls
+    assert first == second
+    assert warm.compiler.num_compiled == 1
