@@ -207,6 +207,11 @@ class RemoteBackend:
             ) from error
 
     async def _send(self, request: ChatRequest) -> Chunks:
+        if request.top_logprobs is not None:
+            raise RequestError(
+                f"top_logprobs is {request.top_logprobs}, but log-probabilities are not read from "
+                f"{self._url}; leave it out, or ask the server itself"
+            )
         decoding = _write_decoding(request)
         if request.raw is not None:
             return await self._client.completions.create(

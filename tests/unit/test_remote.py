@@ -291,6 +291,8 @@ def test_what_the_server_refuses_has_its_reason() -> None:
         for options, error, said in refused:
             with pytest.raises(error, match=said):
                 ask(url, HELLO, **{"api_key": "right", **options})
+        with pytest.raises(RequestError, match="log-probabilities are not read"):
+            ask(url, replace(HELLO, top_logprobs=2), api_key="right")
         with pytest.raises(RequestError, match="refuses the request: max_completion_tokens"):
             ask(url, replace(HELLO, max_tokens=0), api_key="right")
     with serving(ScriptedBackend(LONG, seconds_per_token=SLOW, capacity=1)) as url:
