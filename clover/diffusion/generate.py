@@ -350,7 +350,7 @@ class _Decoder:
                 row.open_positions(), dtype=torch.bool, device=prediction.confidence.device
             ),
         )
-        return row.place(prediction.tokens[i].tolist(), keep.tolist())
+        return row.place(prediction.tokens[i].tolist(), keep.tolist(), prediction.confidence[i])
 
     def _drop_finished(self) -> None:
         """Lets finished rows leave the batch."""

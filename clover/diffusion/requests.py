@@ -30,6 +30,8 @@ class GenerationRequest:
         draw: Which of several samples with the same seed this is.
         constraint: What the text has to be; None leaves it free. A text that is not cut by a limit
             or a stop string is valid.
+        wants_confidence: Whether `CanvasUpdated` says how sure the model was. Off, nothing is copied
+            from the device for it.
     """
 
     prompt_ids: Sequence[int]
@@ -40,6 +42,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     draw: int = 0
     constraint: ConstraintFactory | None = None
+    wants_confidence: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -117,11 +120,14 @@ class CanvasUpdated:
         row: Index of the request.
         canvas: Ids that follow the final tokens, the mask id where still open.
         kept: Positions on the canvas filled by this pass.
+        confidence: Largest raw probability at each of `kept`; what a constraint forced may be
+            another token than the model's. Empty unless the request wants it.
     """
 
     row: int
     canvas: tuple[int, ...]
     kept: tuple[int, ...]
+    confidence: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -222,7 +222,7 @@ class _Writer:
                 empty: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
                 yield self._chunk(index, empty, event.finish_reason)
             elif isinstance(event, CanvasShown):
-                canvas = {"index": index, "cells": event.cells}
+                canvas = {"index": index, **asdict(event)}
                 body = {"object": "clover.canvas", "choices": [], "canvas": canvas}
                 yield write_event(self._head | body)
             else:
@@ -288,5 +288,6 @@ def _write_usage(usages: Sequence[Usage]) -> dict[str, Any]:
             "reasoning_tokens": sum(usage.thinking_tokens for usage in usages)
         },
         "passes": passes,
+        "previews": sum(usage.previews for usage in usages),
         "tpf": completion / max(passes, 1),
     }
