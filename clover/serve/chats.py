@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from fastapi import Request
 
+from clover.backends.base import Backend
 from clover.chat import Message
 from clover.errors import PromptError, RequestError
 from clover.serve.errors import ApiError
-from clover.serve.schemas import Decoding
+from clover.serve.schemas import Decoding, Mode
 from clover.serve.stream import Service
+
+_POLICIES: Final[Mapping[Mode, str]] = {
+    "fast": "threshold=0.9",
+    "balanced": "exact",
+    "exact": "exact",
+}
 
 
 def get_service(request: Request) -> Service:
@@ -20,23 +28,36 @@ def get_service(request: Request) -> Service:
     return service
 
 
-def check_model(model: str, service: Service) -> None:
-    """Refuses a request for another model.
+def find_backend(model: str, service: Service) -> Backend:
+    """Returns the backend of a model.
 
     Raises:
         ApiError: This server does not have it.
     """
-    served = service.backend.model
-    if model != served:
-        raise ApiError(404, f"model is {model!r}; this server has {served!r} alone", "model")
+    backend = service.backends.get(model)
+    if backend is None:
+        served = ", ".join(map(repr, service.backends))
+        raise ApiError(404, f"model is {model!r}; this server has {served}", "model")
+    return backend
+
+
+def resolve_mode(name: Mode) -> str:
+    """Returns the policy that a mode stands for."""
+    return _POLICIES[name]
 
 
 def read_policy(body: Decoding) -> str | None:
-    """Returns the policy that `policy` and `threshold` ask for together.
+    """Returns the policy that `mode`, `policy` and `threshold` ask for together.
 
     Raises:
         RequestError: They ask for two.
     """
+    if body.mode is not None:
+        if body.policy is not None or body.threshold is not None:
+            raise RequestError(
+                f"mode is {body.mode!r} beside a policy or a threshold; leave one out"
+            )
+        return resolve_mode(body.mode)
     if body.threshold is None:
         return body.policy
     if body.policy not in (None, "threshold"):

@@ -24,7 +24,7 @@ from clover.backends.base import (
 from clover.backends.reply import write_arguments
 from clover.chat import Message, ToolCall
 from clover.errors import PromptError, RequestError
-from clover.serve.chats import check_model, get_service, make_id, order_results, read_policy
+from clover.serve.chats import find_backend, get_service, make_id, order_results, read_policy
 from clover.serve.errors import json_response
 from clover.serve.schemas import (
     ChatCompletionRequest,
@@ -48,10 +48,12 @@ _BUDGETS: Final = {"minimal": 64, "low": 256, "medium": 1024, "high": None}
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """Returns the one model that is served."""
-    model = get_service(request).backend.model
-    entry = {"id": model, "object": "model", "created": 0, "owned_by": "clover"}
-    return json_response({"object": "list", "data": [entry]})
+    """Returns the models that are served."""
+    entries = [
+        {"id": model, "object": "model", "created": 0, "owned_by": "clover"}
+        for model in get_service(request).backends
+    ]
+    return json_response({"object": "list", "data": entries})
 
 
 @router.post("/v1/chat/completions")
@@ -73,9 +75,10 @@ async def _answer(
     body: OpenAiDecoding, request: Request, asked: ChatRequest, *, is_chat: bool
 ) -> Response:
     service = get_service(request)
-    check_model(body.model, service)
-    answers = await service.start([replace(asked, draw=index) for index in range(body.n)])
-    writer = _Writer(service.backend.model, is_chat=is_chat)
+    backend = find_backend(body.model, service)
+    requests = [replace(asked, draw=index) for index in range(body.n)]
+    answers = await service.start(backend, requests)
+    writer = _Writer(backend.model, is_chat=is_chat)
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         events = writer.stream(answers, has_usage=has_usage)

@@ -137,6 +137,9 @@ class ChatTemplateOptions(_Body):
     enable_thinking: bool = True
 
 
+Mode = Literal["fast", "balanced", "exact"]
+
+
 class Decoding(_Body):
     """What every way of asking has in common. None: the model's own choice.
 
@@ -152,6 +155,7 @@ class Decoding(_Body):
         None, description="threshold[=0..1], entropy_bound[=nats], exact[=0..1], autoregressive"
     )
     threshold: float | None = Field(None, description="Short for policy threshold=X.")
+    mode: Mode | None = Field(None, description="A policy by what it is good for.")
     block_size: int | None = None
 
 

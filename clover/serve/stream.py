@@ -20,7 +20,7 @@ from clover.backends.base import (
     ChatRequest,
     ChatStream,
 )
-from clover.errors import CloverError
+from clover.errors import CloverError, RequestError
 from clover.serve.errors import CLIENT_LEFT, ApiError, from_clover_error
 from clover.serve.metrics import AnswerTimer, Metrics
 
@@ -30,20 +30,27 @@ _SSE_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Service:
-    """A backend as the endpoints see it.
+    """The backends as the endpoints see them.
 
     Attributes:
-        backend: Who answers.
+        backends: Who answers, by the names of their models, in the order in which they are listed.
         metrics: What is counted.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        """Starts counting."""
-        self.backend = backend
-        self.metrics = Metrics(lambda: backend.load)
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        """Starts counting.
+
+        Raises:
+            RequestError: No backend, or two models of one name.
+        """
+        self.backends = {backend.model: backend for backend in backends}
+        if not backends or len(self.backends) < len(backends):
+            names = [backend.model for backend in backends]
+            raise RequestError(f"expected models, each with a name of its own, found {names}")
+        self.metrics = Metrics(self.backends)
         self._answers: set[Answer] = set()
 
-    async def start(self, requests: Sequence[ChatRequest]) -> list[Answer]:
+    async def start(self, backend: Backend, requests: Sequence[ChatRequest]) -> list[Answer]:
         """Starts all answers, or none: one that is refused cancels the others.
 
         Raises:
@@ -52,8 +59,8 @@ class Service:
         answers: list[Answer] = []
         try:
             for request in requests:
-                timer = self.metrics.time_answer()
-                answers.append(Answer(self, await self.backend.chat(request), timer))
+                timer = self.metrics.time_answer(backend.model)
+                answers.append(Answer(self, await backend.chat(request), timer))
         except BaseException:
             for answer in answers:
                 answer.cancel()
@@ -108,7 +115,7 @@ class Answer:
         self._service.forget(self)
         if not self._is_over:
             self._is_over = True
-            self._service.metrics.count_abandoned()
+            self._timer.abandon()
 
     def cut(self) -> None:
         """Ends an answer that is still read."""
@@ -121,6 +128,7 @@ class Answer:
         usage = end.usage
         log(
             event="answer",
+            model=self._timer.model,
             finish_reason=end.finish_reason,
             seconds=round(self._timer.seconds, 4),
             prompt_tokens=usage.prompt_tokens,

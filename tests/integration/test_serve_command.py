@@ -19,6 +19,7 @@ from tests.serving import wait_until
 REPOSITORY = Path(__file__).parents[2]
 TOOLS: list[Any] = json.loads((REPOSITORY / "examples" / "tools.json").read_text())
 SUM: list[Any] = [{"role": "user", "content": "What is 47 + 38?"}]
+RUNNING = 'clover_running{{model="clover-nano"}} {}'
 SECONDS = 300.0
 """More than loading and stopping take on a busy machine."""
 
@@ -118,8 +119,16 @@ def test_a_client_that_leaves_frees_its_slot(client: openai.OpenAI, server: str)
         for chunk in stream:
             if chunk.choices[0].delta.content or getattr(chunk.choices[0].delta, "reasoning", None):
                 break
-        assert "clover_running 1.0" in read_metrics(server)
-    wait_until(lambda: "clover_running 0.0" in read_metrics(server))
+        assert RUNNING.format(1.0) in read_metrics(server)
+    wait_until(lambda: RUNNING.format(0.0) in read_metrics(server))
+
+
+def test_the_parent_is_served_beside_it(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["clover-nano", "clover-nano-parent"]
+    mine = ask(client, extra_body={"mode": "exact"})
+    parents = ask(client, model="clover-nano-parent")
+    assert "85" in parents.choices[0].message.content
+    assert parents.usage.tpf == 1.0 < mine.usage.tpf
 
 
 def test_more_requests_than_the_queue_holds_are_refused(client: openai.OpenAI, server: str) -> None:
