@@ -26,8 +26,6 @@ from clover.errors import CapacityError, RequestError
 
 _PIECES: Final = re.compile(r"\s*\S+|\s+")
 _PASSES_PER_BLOCK: Final = 2  # the first fills every other cell
-_SURE: Final = 1.0
-_UNSURE: Final = 0.5
 
 
 class ScriptedBackend:
@@ -221,7 +219,7 @@ class ScriptedStream:
                 piece if is_filled else None for piece, is_filled in zip(block, filled, strict=True)
             ),
             confidences=tuple(
-                (_UNSURE if position % 2 else _SURE) if is_filled else None
+                1 - position / (2 * len(block)) if is_filled else None
                 for position, is_filled in enumerate(filled)
             ),
             start=self._num_tokens,

@@ -63,7 +63,8 @@ def test_a_client_that_leaves_frees_its_slot(is_stream: bool) -> None:
             body = BODY | {"stream": is_stream, "n": 2}
             if is_stream:
                 with client.stream("POST", url + CHAT, json=body) as answer:
-                    assert next(answer.iter_lines())
+                    lines = answer.iter_lines()  # which closes the answer when it is forgotten
+                    assert next(lines)
                     assert backend.load.running == 2
             else:
                 with pytest.raises(httpx2.ReadTimeout):

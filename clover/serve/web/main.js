@@ -109,7 +109,7 @@ async function readLane({ body, answer, meter }) {
 }
 
 function finishTurn(turn, lanes, error) {
-  const [{ answer, meter }, rival] = lanes;
+  const [{ answer }, rival] = lanes;
   const { content, reasoning, tool_calls: calls } = answer.message;
   answers = [];
   isUnanswered = !content && !calls.length;
@@ -123,8 +123,6 @@ function finishTurn(turn, lanes, error) {
   }
   showMeters(lanes);
   for (const lane of lanes) lane.answer.element.append(make("p", "cost", lane.meter.summary));
-  find("last").textContent = `Last answer: ${meter.summary}.`;
-  find("last").hidden = false;
   if (error && error.name !== "AbortError") {
     if (isUnanswered) turn.remove();
     showError(error);
