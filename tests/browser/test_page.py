@@ -166,7 +166,9 @@ def test_a_race_has_two_clocks_and_a_winner(page: Page) -> None:
     slow = ScriptedBackend([ANSWER], model="a-parent", seconds_per_token=PASS)
     with serving(fast, slow) as url:
         page.goto(url)
-        expect(page.get_by_label("Model", exact=True)).to_have_text("a")  # its parent is there to race against
+        expect(page.get_by_label("Model", exact=True)).to_have_text(
+            "a"
+        )  # its parent is there to race against
         page.get_by_label("Race", exact=True).check()
         expect(page.get_by_label("Race against")).to_have_value("a-parent")
         ask(page)

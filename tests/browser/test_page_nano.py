@@ -11,6 +11,8 @@ from clover.backends.local import LocalBackend
 from clover.checkpoint.load import load_checkpoint, resolve_checkpoint
 from tests.serving import serving
 
+pytestmark = pytest.mark.slow  # two models and a race on a busy machine take a minute
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:

@@ -83,6 +83,10 @@ def test_a_stream_shows_the_canvas_and_adds_up_to_the_whole_answer(client: opena
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert usage.tpf > 1.0
     assert any(None in canvas["cells"] for canvas in canvases)
+    for canvas in canvases:
+        assert len(canvas["confidences"]) == len(canvas["cells"])
+        assert 0 <= canvas["start"] < usage.completion_tokens
+    assert usage.previews > 0
 
 
 def test_a_demanded_call_satisfies_its_schema(client: openai.OpenAI) -> None:

@@ -23,7 +23,7 @@ export class Answer {
     this.isSlow = isSlow;
     this.onPaint = onPaint;
     this.chunks = []; // that have come and are not painted
-    this.hasEnded = false;
+    this.hasCanvas = false; // one that shows canvases has one for each pass, else a delta is a pass
 
     this.thinking = make("details", "thinking");
     this.thinking.open = true;
@@ -51,7 +51,6 @@ export class Answer {
 
   /** Resolves once all that was pushed is painted. */
   async end(note = "") {
-    this.hasEnded = true;
     if (this.chunks.length) await new Promise((resolve) => (this.onDrained = resolve));
     this.canvas.remove();
     this.closeThinking();
@@ -66,7 +65,7 @@ export class Answer {
       if (!this.chunks.length) break;
       const chunk = this.chunks.shift();
       this.apply(chunk);
-      if (isSlow && chunk.canvas) break;
+      if (isSlow && (chunk.canvas || !this.hasCanvas)) break;
     } while (this.chunks.length);
     const delay = isSlow ? SLOW_MILLISECONDS : FRAME_MILLISECONDS;
     this.timer = this.chunks.length ? setTimeout(() => this.paint(), delay) : null;
@@ -83,6 +82,7 @@ export class Answer {
 
   apply({ canvas, choices }) {
     if (canvas) {
+      this.hasCanvas = true;
       this.paintCanvas(canvas);
       return;
     }

@@ -177,7 +177,6 @@ function stop() {
 }
 
 function startNewChat() {
-  stop();
   history = [];
   isUnanswered = false;
   log.replaceChildren();
