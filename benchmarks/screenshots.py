@@ -29,7 +29,6 @@ from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 WIDE = ViewportSize(width=1200, height=720)
 PHONE = ViewportSize(width=360, height=720)
 RACE = ViewportSize(width=1000, height=500)
-QUESTION = "How much is 733 minus 64?"
 SHUTTER_SECONDS = 1.0  # for which a pass stands still, in place of slow motion's 160 ms
 STRETCH = f"""\
 const wait = window.setTimeout;
@@ -38,6 +37,7 @@ window.setTimeout = (call, delay) => wait(call, delay === 160 ? {1000 * SHUTTER_
 IS_HALF_DONE = """\
 () => document.querySelectorAll('.cell.filled').length > 5
   && document.querySelectorAll('.cell:not(.filled)').length > 3
+  && document.querySelectorAll('.answer:first-child .thinking .text')[0].innerText.split('\\n').length > 2
 """
 FRAME_MILLISECONDS = 160
 LAST_FRAME_MILLISECONDS = 4000
@@ -81,13 +81,11 @@ def take(
     viewport: ViewportSize,
     scheme: Literal["light", "dark"],
 ) -> None:
-    """Takes a picture of a second answer that is half done."""
+    """Takes a picture of an answer that is half done, where there is room for it of a race."""
     page = open_page(browser, url, viewport, scheme)
-    page.get_by_role("button", name="Add").click()
-    wait_for(page, "() => !document.body.classList.contains('running')")
+    page.get_by_label("Race", exact=True).set_checked(viewport == WIDE)
     page.get_by_label("Slow motion").check()
-    page.get_by_label("Message").fill(QUESTION)
-    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Subtract").click()
     wait_for(page, IS_HALF_DONE)
     time.sleep(SHUTTER_SECONDS / 4)  # tiles are settling
     page.screenshot(path=path, animations="disabled")
@@ -101,12 +99,12 @@ def film(browser: Browser, url: str, path: Path) -> None:
     page.get_by_label("Slow motion").check()
     page.get_by_role("button", name="Add").click()
     frames: list[Image.Image] = []
-    seen = None
+    seen: list[str] = []
     deadline = time.monotonic() + MAX_SECONDS
     is_over = False
     while not is_over and time.monotonic() < deadline:
         is_over = page.locator(".verdict").is_visible()
-        shown = page.locator("#log").inner_html()
+        shown = page.locator(".answer .text, .verdict").all_text_contents()
         if shown != seen:
             seen = shown
             frames.append(Image.open(io.BytesIO(page.screenshot(animations="disabled"))))

@@ -58,17 +58,18 @@ export class Answer {
     this.onPaint();
   }
 
-  /** Paints all that has come, or in slow motion what one pass gave. */
+  /** Paints all that has come, or in slow motion what one pass gave; then stands for a while. */
   paint() {
+    this.timer = null;
+    if (!this.chunks.length) return;
     const isSlow = this.isSlow();
-    do {
-      if (!this.chunks.length) break;
+    let isPass = false;
+    while (this.chunks.length && !(isSlow && isPass)) {
       const chunk = this.chunks.shift();
       this.apply(chunk);
-      if (isSlow && (chunk.canvas || !this.hasCanvas)) break;
-    } while (this.chunks.length);
-    const delay = isSlow ? SLOW_MILLISECONDS : FRAME_MILLISECONDS;
-    this.timer = this.chunks.length ? setTimeout(() => this.paint(), delay) : null;
+      isPass = Boolean(chunk.canvas) || (!this.hasCanvas && !chunk.choices[0]?.delta.role);
+    }
+    this.timer = setTimeout(() => this.paint(), isSlow ? SLOW_MILLISECONDS : FRAME_MILLISECONDS);
     this.onPaint();
     if (!this.chunks.length) this.onDrained?.();
   }
