@@ -507,6 +507,11 @@ class ChatParser:
             tool_calls=tuple(self._calls),
         )
 
+    @property
+    def held(self) -> str:
+        """The text that is read and not yet part of the message: a call, or a tag, that has begun."""
+        return "".join(self._open.raw) + self._buffer[self._at :]
+
     # Each _read_* method is a state: it consumes from the buffer and returns whether to go on at
     # once; False means that more text is needed.
 
@@ -598,6 +603,7 @@ class ChatParser:
         self._deltas.append(ChatDelta(kind="call", call=call))
         self._content.start_paragraph()
         self._call_end = self._num_cut + self._at
+        self._open = _OpenCall()
         self._step = self._read_content
         return True
 
@@ -610,6 +616,7 @@ class ChatParser:
         if self._open.name:
             self._deltas.append(ChatDelta(kind="call_dropped"))
         self._emit_text("content", "".join(self._open.raw))
+        self._open = _OpenCall()
         self._step = self._read_content
         return True
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from clover.backends.base import Backend
+    from clover.backends.local import LocalBackend
     from clover.checkpoint.load import LoadedCheckpoint
     from clover.cli_display import Pane
     from clover.cli_reply import Knobs, Question, Writer
@@ -383,7 +384,14 @@ def inspect(
 
 @app.command()
 def serve(
-    model: ModelOption = DEFAULT_MODEL,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Bundled model or folder; repeatable; default: clover-nano and its parent.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     policy: PolicyOption = None,
@@ -402,7 +410,7 @@ def serve(
     ] = 30.0,
     device: DeviceOption = "auto",
 ) -> None:
-    """Serves a model over HTTP, to OpenAI's and Anthropic's clients."""
+    """Serves models over HTTP, to OpenAI's and Anthropic's clients and on a page."""
     try:
         from clover.serve.app import ServerConfig, run_server
     except ModuleNotFoundError as error:
@@ -416,17 +424,10 @@ def serve(
         request_timeout=request_timeout,
         shutdown_seconds=shutdown_seconds,
     )
-    with _loading(model):
-        from clover.backends.local import LocalBackend
-        from clover.engine.engine import EngineConfig
-
-        backend = LocalBackend(
-            _load(model, device),
-            model=Path(model).name,
-            config=EngineConfig(num_slots=slots, max_waiting=queue),
-            policy=_choose_policy(policy, None, None),
-        )
-    run_server(backend, config, host=host, port=port)
+    names = model or [DEFAULT_MODEL, DEFAULT_PARENT]
+    with _loading(", ".join(names)):
+        backends = [_serve_one(name, policy, slots, queue, device) for name in names]
+    run_server(backends, config, host=host, port=port)
 
 
 @app.command()
@@ -781,6 +782,24 @@ def _open_writer(model: str, knobs: Knobs, device: str) -> Writer:
     from clover.cli_reply import Writer
 
     return Writer(_load(model, device), Path(model).name, knobs)
+
+
+def _serve_one(model: str, policy: str | None, slots: int, queue: int, device: str) -> LocalBackend:
+    """Returns a model in an engine of its own."""
+    from clover.backends.local import LocalBackend
+    from clover.diffusion.policies import CausalPolicy
+    from clover.engine.engine import EngineConfig
+
+    checkpoint = _load(model, device)
+    chosen = _choose_policy(policy, None, None)
+    if checkpoint.config.diffusion is None and not isinstance(chosen, CausalPolicy):
+        chosen = None  # a parent beside the models that the policy is for
+    return LocalBackend(
+        checkpoint,
+        model=Path(model).name,
+        config=EngineConfig(num_slots=slots, max_waiting=queue),
+        policy=chosen,
+    )
 
 
 def _load(model: str, device: str) -> LoadedCheckpoint:

@@ -16,14 +16,14 @@ SECONDS = 120.0
 
 
 @contextmanager
-def serving(backend: Backend, **config: Any) -> Iterator[str]:
+def serving(*backends: Backend, port: int = 0, **config: Any) -> Iterator[str]:
     """Yields the address of a running server; leaving stops it as a signal would."""
     server_config = ServerConfig(**config)
     server = Server(
-        create_app(backend, server_config),
+        create_app(backends, server_config),
         shutdown_seconds=server_config.shutdown_seconds,
         host="127.0.0.1",
-        port=0,
+        port=port,
         log_level="warning",
     )
     thread = threading.Thread(target=server.run)

@@ -191,9 +191,17 @@ class CanvasShown:
 
     Attributes:
         cells: The text of each token, None where it is still a mask.
+        confidences: Of each cell, how probable the model found its first choice in the pass that
+            filled it, 0..1; None for masks and for what a grammar had laid out before.
+        start: How many tokens of the answer are final, and stand before the canvas.
+        held: Their text that no delta has given out yet: a call that is not whole, or what a tag or
+            a stop string may begin with.
     """
 
     cells: tuple[str | None, ...]
+    confidences: tuple[float | None, ...]
+    start: int
+    held: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -181,6 +181,7 @@ class LocalBackend:
             draw=request.draw,
             constraint=self._constraint(request, is_thinking=is_thinking),
             top_logprobs=request.top_logprobs,
+            wants_confidence=request.wants_canvas,
         )
         return _Prepared(
             request=EngineRequest(
@@ -193,7 +194,6 @@ class LocalBackend:
                 is_raw=request.raw is not None,
             ),
             is_thinking=is_thinking,
-            wants_canvas=request.wants_canvas,
         )
 
     def _constraint(self, request: ChatRequest, *, is_thinking: bool) -> ConstraintFactory | None:
@@ -264,7 +264,6 @@ class _Prepared:
     request: EngineRequest
     reader: ReplyReader
     is_thinking: bool  # where the prompt ends
-    wants_canvas: bool
 
 
 class LocalStream:
@@ -280,6 +279,8 @@ class LocalStream:
         self._tokenizer = checkpoint.tokenizer
         self._config = checkpoint.config
         self._decoder = checkpoint.tokenizer.stream()
+        self._num_final = 0  # tokens
+        self._confidences: dict[int, float] = {}  # by position on the canvas
         self._ready: deque[ChatEvent] = deque()
 
     def __aiter__(self) -> Self:
@@ -291,12 +292,14 @@ class LocalStream:
         while not self._ready:
             match await anext(self._stream):
                 case BlockCommitted(token_ids=token_ids, logprobs=logprobs):
+                    self._num_final += len(token_ids)
+                    self._confidences.clear()
                     if logprobs is None:
                         self._ready += self._reader.push(self._decoder.push(token_ids))
                     else:
                         self._ready += self._reader.push(*self._score(logprobs))
-                case CanvasUpdated(canvas=canvas) if self._prepared.wants_canvas:
-                    self._ready.append(CanvasShown(tuple(self._cells(canvas))))
+                case CanvasUpdated() as update if self._request.wants_confidence:
+                    self._ready.append(self._show(update))
                 case Finished(result=result):
                     self._finish(result)
         return self._ready.popleft()
@@ -322,6 +325,16 @@ class LocalStream:
                 )
             )
         return text, tokens
+
+    def _show(self, update: CanvasUpdated) -> CanvasShown:
+        self._confidences.update(zip(update.kept, update.confidence, strict=True))
+        cells = tuple(self._cells(update.canvas))
+        return CanvasShown(
+            cells=cells,
+            confidences=tuple(self._confidences.get(position) for position in range(len(cells))),
+            start=self._num_final,
+            held=self._reader.held,
+        )
 
     def _cells(self, canvas: Sequence[int]) -> Iterator[str | None]:
         """Yields the canvas up to its first end token: what lies right of it will be dropped."""

@@ -369,7 +369,12 @@ class RemoteStream:
         """Yields what a chunk adds. Tool calls are given out at the end, when they are whole."""
         self._usage = chunk.get("usage") or self._usage
         if canvas := chunk.get("canvas"):
-            yield CanvasShown(tuple(canvas["cells"]))
+            yield CanvasShown(
+                cells=tuple(canvas["cells"]),
+                confidences=tuple(canvas["confidences"]),
+                start=canvas["start"],
+                held=canvas["held"],
+            )
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             # Servers have either name for it, ours both

@@ -60,6 +60,11 @@ class ReplyReader:
             return Message("assistant", self.text[: self._num_read])
         return self._parser.message
 
+    @property
+    def held(self) -> str:
+        """The text that no event has given out yet: what a call, a tag or a stop string began."""
+        return ("" if self._is_raw else self._parser.held) + self.text[self._num_read :]
+
     def push(self, text: str, tokens: Sequence[ScoredToken] = ()) -> list[ChatDeltaEvent]:
         """Returns what became certain with the next piece of text.
 

@@ -13,25 +13,35 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Literal, Self
 
-from clover.backends.base import ChatEvent, ChatFinished, ChatRequest, Load, ScoredToken, Usage
+from clover.backends.base import (
+    CanvasShown,
+    ChatEvent,
+    ChatFinished,
+    ChatRequest,
+    Load,
+    ScoredToken,
+    Usage,
+)
 from clover.backends.reply import ReplyReader, find_stop
 from clover.errors import CapacityError, RequestError
 
 _PIECES: Final = re.compile(r"\s*\S+|\s+")
+_PASSES_PER_BLOCK: Final = 2  # the first fills every other cell
 
 
 class ScriptedBackend:
     """Gives its answers in turn, from the start again after the last.
 
-    A word with the space before it counts as a token, and each takes a pass of its own. Limits,
-    stop strings and cancellation are honoured; how tokens would be drawn has no meaning here. A
-    script knows no other word than the next, whose log-probability is 0.
+    A word with the space before it counts as a token, and each takes a pass of its own, or a block
+    of them two previews. Limits, stop strings and cancellation are honoured; how tokens would be
+    drawn has no meaning here. A script knows no other word than the next, whose log-probability is 0.
 
     Args:
         answers: As a model writes them: thinking up to `</think>` first where the request enables
             thinking, then content and calls.
         model: The name to be served under.
-        seconds_per_token: How long a piece takes.
+        seconds_per_token: How long a pass takes.
+        block_size: Pieces written together, on a canvas that is shown; 1: one by one, without.
         capacity: Most answers at a time.
     """
 
@@ -41,15 +51,19 @@ class ScriptedBackend:
         *,
         model: str = "scripted",
         seconds_per_token: float = 0.0,
+        block_size: int = 1,
         capacity: int = 256,
     ) -> None:
         if not answers:
             raise RequestError("expected at least one answer, found none")
+        if block_size < 1:
+            raise RequestError(f"block_size is {block_size}; allowed: 1 or more")
         self.requests: list[ChatRequest] = []  # as they came
         self.running: set[ScriptedStream] = set()
         self._answers = itertools.cycle(answers)
         self._model = model
         self._seconds_per_token = seconds_per_token
+        self._block_size = block_size
         self._capacity = capacity
 
     @property
@@ -86,7 +100,13 @@ class ScriptedBackend:
                 f"expected fewer than {self._capacity} answers under way, found as many; try again "
                 "later"
             )
-        stream = ScriptedStream(self, request, next(self._answers), self._seconds_per_token)
+        stream = ScriptedStream(
+            self,
+            request,
+            next(self._answers),
+            seconds_per_token=self._seconds_per_token,
+            block_size=self._block_size,
+        )
         self.requests.append(request)
         self.running.add(stream)
         return stream
@@ -100,13 +120,20 @@ class ScriptedStream:
     """The events of one scripted answer: a `ChatStream`."""
 
     def __init__(
-        self, owner: ScriptedBackend, request: ChatRequest, answer: str, seconds_per_token: float
+        self,
+        owner: ScriptedBackend,
+        request: ChatRequest,
+        answer: str,
+        *,
+        seconds_per_token: float,
+        block_size: int,
     ) -> None:
         """Starts an answer."""
         self._owner = owner
         self._request = request
         self._pieces = deque(_PIECES.findall(answer))
         self._seconds_per_token = seconds_per_token
+        self._block_size = block_size
         self._deadline = None if request.timeout is None else _now() + request.timeout
         self._is_thinking = request.raw is None and request.enable_thinking
         self._reader = ReplyReader(
@@ -117,6 +144,8 @@ class ScriptedStream:
         )
         self._num_tokens = 0
         self._num_thinking = 0
+        self._passes = 0
+        self._previews = 0
         self._ready: deque[ChatEvent] = deque()
         self._is_over = False
         self._cancelled = asyncio.Event()
@@ -139,7 +168,7 @@ class ScriptedStream:
         self._owner.running.discard(self)
 
     async def _step(self) -> None:
-        """Writes one more piece, or ends."""
+        """Runs one more pass, or ends."""
         found = find_stop(self._reader.text, self._request.stop)
         is_late = self._deadline is not None and _now() >= self._deadline
         if self._cancelled.is_set():
@@ -156,7 +185,47 @@ class ScriptedStream:
             try:
                 await asyncio.wait_for(self._cancelled.wait(), self._seconds_per_token)
             except TimeoutError:
-                self._write(self._pieces.popleft())
+                self._pass()
+
+    def _pass(self) -> None:
+        """Writes a piece, or previews a block and writes it once it is whole."""
+        self._passes += 1
+        if self._block_size == 1:
+            self._write(self._pieces.popleft())
+            return
+        self._previews += 1
+        block = list(itertools.islice(self._pieces, self._room()))
+        is_whole = self._previews % _PASSES_PER_BLOCK == 0
+        if self._request.wants_canvas:
+            self._ready.append(self._show(block, is_whole=is_whole))
+        while is_whole and block and not find_stop(self._reader.text, self._request.stop):
+            self._write(self._pieces.popleft())
+            block.pop()
+
+    def _room(self) -> int:
+        """Returns how many pieces the next block may have before a limit."""
+        limits = [self._block_size]
+        if self._request.max_tokens is not None:
+            limits.append(self._request.max_tokens - self._num_tokens)
+        budget = self._request.thinking_budget
+        if self._is_thinking and budget is not None and budget > self._num_tokens:
+            limits.append(budget - self._num_tokens)
+        return min(limits)
+
+    def _show(self, block: list[str], *, is_whole: bool) -> CanvasShown:
+        """Returns the canvas of a block: all of it, or every other cell."""
+        filled = [is_whole or not position % 2 for position in range(len(block))]
+        return CanvasShown(
+            cells=tuple(
+                piece if is_filled else None for piece, is_filled in zip(block, filled, strict=True)
+            ),
+            confidences=tuple(
+                1 - position / (2 * len(block)) if is_filled else None
+                for position, is_filled in enumerate(filled)
+            ),
+            start=self._num_tokens,
+            held=self._reader.held,
+        )
 
     def _close_thinking(self) -> None:
         """Replaces what is left of the thinking by its end."""
@@ -195,8 +264,8 @@ class ScriptedStream:
             cached_tokens=0,
             completion_tokens=self._num_tokens,
             thinking_tokens=self._num_thinking,
-            passes=self._num_tokens,
-            previews=0,
+            passes=self._passes,
+            previews=self._previews,
         )
         self._ready.append(
             ChatFinished(

@@ -356,7 +356,7 @@ class _Decoder:
                 row.open_positions(), dtype=torch.bool, device=prediction.confidence.device
             ),
         )
-        return row.place(prediction.tokens[i].tolist(), keep.tolist())
+        return row.place(prediction.tokens[i].tolist(), keep.tolist(), prediction.confidence[i])
 
     def _drop_ended(self) -> Iterator[Event]:
         """Lets rows leave the batch whose text is written, once their last tokens are scored."""

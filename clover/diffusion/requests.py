@@ -35,6 +35,8 @@ class GenerationRequest:
             log-probability, 0 to 20; None wants no log-probabilities. Text does not depend on it.
             Tokens are given out once their log-probabilities are known, which in the block
             policies is with the commit of their block; that of the last one is a pass more.
+        wants_confidence: Whether `CanvasUpdated` says how sure the model was. Off, nothing is copied
+            from the device for it.
     """
 
     prompt_ids: Sequence[int]
@@ -46,6 +48,7 @@ class GenerationRequest:
     draw: int = 0
     constraint: ConstraintFactory | None = None
     top_logprobs: int | None = None
+    wants_confidence: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -146,11 +149,14 @@ class CanvasUpdated:
         row: Index of the request.
         canvas: Ids that follow the final tokens, the mask id where still open.
         kept: Positions on the canvas filled by this pass.
+        confidence: Largest raw probability at each of `kept`; what a constraint forced may be
+            another token than the model's. Empty unless the request wants it.
     """
 
     row: int
     canvas: tuple[int, ...]
     kept: tuple[int, ...]
+    confidence: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

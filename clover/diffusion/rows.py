@@ -292,16 +292,28 @@ class Row:
         self.scorer.add(logits)
         return self._give_out()
 
-    def place(self, tokens: Sequence[int], keep: Sequence[bool]) -> CanvasUpdated:
-        """Puts what the policy keeps of the predicted tokens on the canvas."""
+    def place(
+        self, tokens: Sequence[int], keep: Sequence[bool], confidence: Tensor
+    ) -> CanvasUpdated:
+        """Puts what the policy keeps of the predicted tokens on the canvas.
+
+        Args:
+            tokens: Predicted at each position.
+            keep: What the policy says of each.
+            confidence: [n] or longer, read only if the request wants it.
+        """
         kept = list(itertools.compress(range(len(self.canvas)), keep))
         if self.constraint:
             kept = self._place_valid(self.constraint, tokens, kept)
         else:
             for position in kept:
                 self.canvas[position] = tokens[position]
-        canvas = mask_open(self.canvas, self.rules.config)
-        return CanvasUpdated(row=self.index, canvas=tuple(canvas), kept=tuple(kept))
+        return CanvasUpdated(
+            row=self.index,
+            canvas=tuple(mask_open(self.canvas, self.rules.config)),
+            kept=tuple(kept),
+            confidence=tuple(confidence[kept].tolist()) if self.request.wants_confidence else (),
+        )
 
     def masks_of_next(self) -> list[tuple[int, Tensor]]:
         """Returns what the constraint leaves at the first open position: its index and bool [V].

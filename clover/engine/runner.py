@@ -268,10 +268,14 @@ class Runner:
             [row.masks_of_next() for row in rows],
         )
         events: list[Event] = []
-        for row, tokens, keep in zip(
-            rows, prediction.tokens.tolist(), _choose(rows, prediction), strict=True
+        for row, tokens, keep, confidence in zip(
+            rows,
+            prediction.tokens.tolist(),
+            _choose(rows, prediction),
+            prediction.confidence,
+            strict=True,
         ):
-            update = row.place(tokens, keep)
+            update = row.place(tokens, keep, confidence)
             if update.kept:  # a draft may stay empty
                 events.append(update)
             if not isinstance(row.request.policy, SelfVerifiedPolicy):

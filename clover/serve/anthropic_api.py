@@ -21,7 +21,7 @@ from clover.backends.base import (
 )
 from clover.chat import Message, Role, ToolCall
 from clover.errors import PromptError
-from clover.serve.chats import check_model, get_service, make_id, order_results, read_policy
+from clover.serve.chats import find_backend, get_service, make_id, order_results, read_policy
 from clover.serve.errors import json_response
 from clover.serve.schemas import (
     AnthropicBlock,
@@ -50,7 +50,7 @@ _STOP_REASONS: Final[dict[ChatFinishReason, str]] = {
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answers a chat."""
     service = get_service(request)
-    check_model(body.model, service)
+    backend = find_backend(body.model, service)
     asked = ChatRequest(
         **_read_prompt(body),
         sampling=Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
@@ -60,14 +60,14 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         block_size=body.block_size,
         timeout=request.app.state.request_timeout,
     )
-    num_tokens = await service.backend.count_tokens(asked) if body.stream else 0
-    answers = await service.start([asked])
+    num_tokens = await backend.count_tokens(asked) if body.stream else 0
+    answers = await service.start(backend, [asked])
     if body.stream:
-        events = _stream(answers, service.backend.model, num_tokens)
+        events = _stream(answers, backend.model, num_tokens)
         return EventStreamResponse(events, answers, path=request.url.path)
     [end] = await collect(request, answers)
     message = {
-        **_open_message(service.backend.model),
+        **_open_message(backend.model),
         "content": list(_write_blocks(end.message)),
         **_write_stop(end),
         "usage": _write_usage(end.usage),
@@ -79,8 +79,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Says how many tokens a prompt has."""
     service = get_service(request)
-    check_model(body.model, service)
-    num_tokens = await service.backend.count_tokens(ChatRequest(**_read_prompt(body)))
+    backend = find_backend(body.model, service)
+    num_tokens = await backend.count_tokens(ChatRequest(**_read_prompt(body)))
     return json_response({"input_tokens": num_tokens})
 
 

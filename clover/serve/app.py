@@ -8,8 +8,8 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,11 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from clover import __version__
 from clover.backends.base import Backend
 from clover.errors import CloverError, RequestError
-from clover.serve import anthropic_api, openai_api
+from clover.serve import anthropic_api, openai_api, page
 from clover.serve.errors import ApiError, from_clover_error, from_validation, json_response
 from clover.serve.stream import Service, log, logger
 
-_OPEN_PATHS: Final = frozenset({"/health"})  # a load balancer has no key
+_OPEN_PATHS: Final = page.PATHS | {"/health"}  # a load balancer has no key, nor has a new page
 _CLOSE_SECONDS: Final = 5  # for clients to read the end of a stream that was cut
 
 
@@ -58,23 +58,30 @@ class ServerConfig:
             raise RequestError(f"shutdown_seconds is {self.shutdown_seconds}; allowed: 0 or more")
 
 
-def create_app(backend: Backend, config: ServerConfig | None = None) -> FastAPI:
-    """Returns the server of a backend, which starts and stops with it."""
+def create_app(backends: Sequence[Backend], config: ServerConfig | None = None) -> FastAPI:
+    """Returns the server of the backends, which start and stop with it.
+
+    Raises:
+        RequestError: No backend, or two models of one name.
+    """
     config = config or ServerConfig()
 
     @asynccontextmanager
     async def serve(app: FastAPI) -> AsyncIterator[None]:
-        async with backend:
+        async with AsyncExitStack() as stack:
+            for backend in backends:
+                await stack.enter_async_context(backend)
             yield
 
     # No pages of documentation: they would fetch their scripts from elsewhere
     app = FastAPI(
         title="Clover", version=__version__, lifespan=serve, docs_url=None, redoc_url=None
     )
-    app.state.service = Service(backend)
+    app.state.service = Service(backends)
     app.state.request_timeout = config.request_timeout
     app.include_router(openai_api.router)
     app.include_router(anthropic_api.router)
+    app.include_router(page.make_router())
     app.add_api_route("/health", _health)
     app.add_api_route("/metrics", _metrics)
     app.add_exception_handler(ApiError, _say_error)
@@ -227,7 +234,7 @@ class Server(uvicorn.Server):
             cut.cancel()
 
 
-def run_server(backend: Backend, config: ServerConfig, *, host: str, port: int) -> None:
+def run_server(backends: Sequence[Backend], config: ServerConfig, *, host: str, port: int) -> None:
     """Serves until a signal says stop. Log lines go to standard error, one JSON object each."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -235,7 +242,7 @@ def run_server(backend: Backend, config: ServerConfig, *, host: str, port: int) 
     logger.setLevel(logging.INFO)
     logger.propagate = False
     server = Server(
-        create_app(backend, config),
+        create_app(backends, config),
         shutdown_seconds=config.shutdown_seconds,
         host=host,
         port=port,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 
+from clover.backends.base import Backend
 from clover.chat import Message
 from clover.errors import PromptError, RequestError
 from clover.serve.errors import ApiError
@@ -20,15 +21,17 @@ def get_service(request: Request) -> Service:
     return service
 
 
-def check_model(model: str, service: Service) -> None:
-    """Refuses a request for another model.
+def find_backend(model: str, service: Service) -> Backend:
+    """Returns the backend of a model.
 
     Raises:
         ApiError: This server does not have it.
     """
-    served = service.backend.model
-    if model != served:
-        raise ApiError(404, f"model is {model!r}; this server has {served!r} alone", "model")
+    backend = service.backends.get(model)
+    if backend is None:
+        served = ", ".join(map(repr, service.backends))
+        raise ApiError(404, f"model is {model!r}; this server has {served}", "model")
+    return backend
 
 
 def read_policy(body: Decoding) -> str | None:
@@ -39,7 +42,9 @@ def read_policy(body: Decoding) -> str | None:
     """
     if body.mode is not None:
         if body.policy is not None or body.threshold is not None:
-            raise RequestError(f"mode {body.mode} stands for a policy; leave the other out")
+            raise RequestError(
+                f"mode is {body.mode!r} beside a policy or a threshold; leave one out"
+            )
         return body.mode
     if body.threshold is None:
         return body.policy

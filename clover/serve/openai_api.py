@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -25,7 +25,7 @@ from clover.backends.base import (
 from clover.backends.reply import write_arguments
 from clover.chat import Message, ToolCall
 from clover.errors import PromptError, RequestError
-from clover.serve.chats import check_model, get_service, make_id, order_results, read_policy
+from clover.serve.chats import find_backend, get_service, make_id, order_results, read_policy
 from clover.serve.errors import json_response
 from clover.serve.schemas import (
     ChatCompletionRequest,
@@ -49,10 +49,12 @@ _BUDGETS: Final = {"minimal": 64, "low": 256, "medium": 1024, "high": None}
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """Returns the one model that is served."""
-    model = get_service(request).backend.model
-    entry = {"id": model, "object": "model", "created": 0, "owned_by": "clover"}
-    return json_response({"object": "list", "data": [entry]})
+    """Returns the models that are served."""
+    entries = [
+        {"id": model, "object": "model", "created": 0, "owned_by": "clover"}
+        for model in get_service(request).backends
+    ]
+    return json_response({"object": "list", "data": entries})
 
 
 @router.post("/v1/chat/completions")
@@ -77,10 +79,11 @@ async def _answer(
     body: OpenAiDecoding, request: Request, asked: ChatRequest, *, is_chat: bool
 ) -> Response:
     service = get_service(request)
-    check_model(body.model, service)
-    answers = await service.start([replace(asked, draw=index) for index in range(body.n)])
+    backend = find_backend(body.model, service)
+    requests = [replace(asked, draw=index) for index in range(body.n)]
+    answers = await service.start(backend, requests)
     has_logprobs = asked.top_logprobs is not None
-    writer = _Writer(service.backend.model, is_chat=is_chat, has_logprobs=has_logprobs)
+    writer = _Writer(backend.model, is_chat=is_chat, has_logprobs=has_logprobs)
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         events = writer.stream(answers, has_usage=has_usage)
@@ -229,7 +232,7 @@ class _Writer:
                 empty: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
                 yield self._chunk(index, empty, event.finish_reason)
             elif isinstance(event, CanvasShown):
-                canvas = {"index": index, "cells": event.cells}
+                canvas = {"index": index, **asdict(event)}
                 body = {"object": "clover.canvas", "choices": [], "canvas": canvas}
                 yield write_event(self._head | body)
             else:
@@ -332,5 +335,6 @@ def _write_usage(usages: Sequence[Usage]) -> dict[str, Any]:
             "reasoning_tokens": sum(usage.thinking_tokens for usage in usages)
         },
         "passes": passes,
+        "previews": sum(usage.previews for usage in usages),
         "tpf": completion / passes if passes else 0.0,
     }

@@ -155,6 +155,9 @@ class ChatTemplateOptions(_Body):
     enable_thinking: bool = True
 
 
+Mode = Literal["fast", "balanced", "exact"]
+
+
 class Decoding(_Body):
     """What every way of asking has in common. None: the model's own choice.
 
@@ -171,10 +174,8 @@ class Decoding(_Body):
         description="exact[=0..1], relaxed[=nats], threshold[=0..1], entropy_bound[=nats], "
         "prompt_lookup[=tokens], autoregressive",
     )
-    mode: Literal["fast", "balanced", "exact"] | None = Field(
-        None, description="A policy that we recommend."
-    )
     threshold: float | None = Field(None, description="Short for policy threshold=X.")
+    mode: Mode | None = Field(None, description="A policy that we recommend.")
     block_size: int | None = None
 
 

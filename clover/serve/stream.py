@@ -23,7 +23,7 @@ from clover.backends.base import (
     ChatStream,
     Load,
 )
-from clover.errors import CapacityError, CloverError
+from clover.errors import CapacityError, CloverError, RequestError
 from clover.serve.errors import CLIENT_LEFT, ApiError, from_clover_error
 from clover.serve.metrics import AnswerTimer, Metrics
 
@@ -35,21 +35,30 @@ _SSE_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Service:
-    """A backend as the endpoints see it.
+    """The backends as the endpoints see them.
 
     Attributes:
-        backend: Who answers.
+        backends: Who answers, by the names of their models, in the order in which they are listed.
         metrics: What is counted.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        """Starts counting."""
-        self.backend = backend
-        self.metrics = Metrics(lambda: backend.load)
-        self._answers: set[Answer] = set()
-        self._writing_seconds: deque[float] = deque(maxlen=_NUM_RECENT)
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        """Starts counting.
 
-    async def start(self, requests: Sequence[ChatRequest]) -> list[Answer]:
+        Raises:
+            RequestError: No backend, or two models of one name.
+        """
+        self.backends = {backend.model: backend for backend in backends}
+        if not backends or len(self.backends) < len(backends):
+            names = [backend.model for backend in backends]
+            raise RequestError(f"expected models, each with a name of its own, found {names}")
+        self.metrics = Metrics(self.backends)
+        self._answers: set[Answer] = set()
+        self._writing_seconds: dict[str, deque[float]] = {
+            model: deque(maxlen=_NUM_RECENT) for model in self.backends
+        }
+
+    async def start(self, backend: Backend, requests: Sequence[ChatRequest]) -> list[Answer]:
         """Starts all answers, or none: one that is refused cancels the others.
 
         Raises:
@@ -59,13 +68,13 @@ class Service:
         answers: list[Answer] = []
         try:
             for request in requests:
-                timer = self.metrics.time_answer()
-                answers.append(Answer(self, await self.backend.chat(request), timer))
+                timer = self.metrics.time_answer(backend.model)
+                answers.append(Answer(self, await backend.chat(request), timer))
         except BaseException as error:
             for answer in answers:
                 answer.cancel()
             if isinstance(error, CapacityError):
-                wait = estimate_wait(self.backend.load, self._writing_seconds)
+                wait = estimate_wait(backend.load, self._writing_seconds[backend.model])
                 raise ApiError(429, str(error), retry_seconds=wait) from error
             raise
         self._answers.update(answers)
@@ -76,9 +85,9 @@ class Service:
         for answer in self._answers:
             answer.cut()
 
-    def learn(self, writing_seconds: float) -> None:
+    def learn(self, model: str, writing_seconds: float) -> None:
         """Says how long an answer that has ended took, from its first text."""
-        self._writing_seconds.append(writing_seconds)
+        self._writing_seconds[model].append(writing_seconds)
 
     def forget(self, answer: Answer) -> None:
         """Says that an answer has ended, or that nobody reads it any more."""
@@ -137,7 +146,7 @@ class Answer:
         self._service.forget(self)
         if not self._is_over:
             self._is_over = True
-            self._service.metrics.count_abandoned()
+            self._timer.abandon()
 
     def cut(self) -> None:
         """Ends an answer that is still read."""
@@ -147,10 +156,11 @@ class Answer:
         self._is_over = True
         self._service.forget(self)
         self._timer.finish(end)
-        self._service.learn(self._timer.writing_seconds)
+        self._service.learn(self._timer.model, self._timer.writing_seconds)
         usage = end.usage
         log(
             event="answer",
+            model=self._timer.model,
             finish_reason=end.finish_reason,
             seconds=round(self._timer.seconds, 4),
             prompt_tokens=usage.prompt_tokens,

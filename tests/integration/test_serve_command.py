@@ -21,6 +21,7 @@ TOOLS: list[Any] = json.loads((REPOSITORY / "examples" / "tools.json").read_text
 SUM: list[Any] = [{"role": "user", "content": "What is 47 + 38?"}]
 TOLERANCE = 1e-3
 """In nats, of fp32 logits whose last bits vary with the shape of a pass."""
+RUNNING = 'clover_running{{model="clover-nano"}} {}'
 SECONDS = 300.0
 """More than loading and stopping take on a busy machine."""
 
@@ -84,6 +85,10 @@ def test_a_stream_shows_the_canvas_and_adds_up_to_the_whole_answer(client: opena
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert usage.tpf > 1.0
     assert any(None in canvas["cells"] for canvas in canvases)
+    for canvas in canvases:
+        assert len(canvas["confidences"]) == len(canvas["cells"])
+        assert 0 <= canvas["start"] < usage.completion_tokens
+    assert usage.previews > 0
 
 
 def test_log_probabilities_are_streamed_with_the_tokens_they_belong_to(
@@ -144,8 +149,16 @@ def test_a_client_that_leaves_frees_its_slot(client: openai.OpenAI, server: str)
         for chunk in stream:
             if chunk.choices[0].delta.content or getattr(chunk.choices[0].delta, "reasoning", None):
                 break
-        assert "clover_running 1.0" in read_metrics(server)
-    wait_until(lambda: "clover_running 0.0" in read_metrics(server))
+        assert RUNNING.format(1.0) in read_metrics(server)
+    wait_until(lambda: RUNNING.format(0.0) in read_metrics(server))
+
+
+def test_the_parent_is_served_beside_it(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["clover-nano", "clover-nano-parent"]
+    mine = ask(client, extra_body={"mode": "exact"})
+    parents = ask(client, model="clover-nano-parent")
+    assert "85" in parents.choices[0].message.content
+    assert parents.usage.tpf == 1.0 < mine.usage.tpf
 
 
 def test_more_requests_than_the_queue_holds_are_refused(client: openai.OpenAI, server: str) -> None:

@@ -15,7 +15,8 @@ import pytest
 from clover.backends.base import ChatRequest, Load
 from clover.backends.scripted import ScriptedBackend, ScriptedStream
 from clover.errors import RequestError
-from clover.serve.app import ServerConfig
+from clover.serve import page
+from clover.serve.app import ServerConfig, create_app
 from clover.serve.stream import estimate_wait
 from tests.serving import serving, wait_until
 
@@ -84,13 +85,16 @@ def test_a_client_that_leaves_frees_its_slot(is_stream: bool) -> None:
             body = BODY | {"stream": is_stream, "n": 2}
             if is_stream:
                 with client.stream("POST", url + CHAT, json=body) as answer:
-                    assert next(answer.iter_lines())
+                    lines = answer.iter_lines()  # which closes the answer when it is forgotten
+                    assert next(lines)
                     assert backend.load.running == 2
             else:
                 with pytest.raises(httpx2.ReadTimeout):
                     client.post(url + CHAT, json=body, timeout=0.5)
         wait_until(lambda: backend.load.running == 0)
-        assert 'finish_reason="abandoned"} 2.0' in httpx2.get(url + "/metrics").text
+        assert (
+            'finish_reason="abandoned",model="scripted"} 2.0' in httpx2.get(url + "/metrics").text
+        )
 
 
 def test_bodies_that_are_too_large_are_refused(plain: httpx2.Client) -> None:
@@ -179,15 +183,17 @@ def test_metrics_add_up(plain: httpx2.Client) -> None:
         plain.post(url + CHAT, json=BODY | {"max_tokens": 1})
         lines = plain.get(f"{url}/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert values['clover_answers_total{finish_reason="stop"}'] == "3.0"
-    assert values['clover_answers_total{finish_reason="length"}'] == "1.0"
-    assert values["clover_prompt_tokens_total"] == "8.0"
-    assert values["clover_completion_tokens_total"] == "10.0"
-    assert values["clover_passes_total"] == "10.0"
-    assert values["clover_prefix_cache_hits_total"] == "0.0"
-    assert values["clover_running"] == values["clover_waiting"] == "0.0"
+    model = 'model="scripted"'
+    assert values[f'clover_answers_total{{finish_reason="stop",{model}}}'] == "3.0"
+    assert values[f'clover_answers_total{{finish_reason="length",{model}}}'] == "1.0"
+    assert values[f"clover_prompt_tokens_total{{{model}}}"] == "8.0"
+    assert values[f"clover_completion_tokens_total{{{model}}}"] == "10.0"
+    assert values[f"clover_passes_total{{{model}}}"] == "10.0"
+    assert values[f"clover_prefix_cache_hits_total{{{model}}}"] == "0.0"
+    for gauge in ("clover_running", "clover_waiting"):
+        assert values[f"{gauge}{{{model}}}"] == "0.0"
     for timed in ("time_to_first_token_seconds", "inter_token_seconds", "tokens_per_forward"):
-        assert values[f"clover_{timed}_count"] == "4.0"
+        assert values[f"clover_{timed}_count{{{model}}}"] == "4.0"
 
 
 def test_the_log_has_a_line_for_each_request_and_nothing_that_was_said(
@@ -207,6 +213,46 @@ def test_the_log_has_a_line_for_each_request_and_nothing_that_was_said(
     assert answered["completion_tokens"] == 2
     assert "secret" not in caplog.text
     assert "an answer" not in caplog.text
+
+
+def test_a_request_reaches_the_model_that_it_names(plain: httpx2.Client) -> None:
+    first, second = ScriptedBackend(["one"], model="a"), ScriptedBackend(["two"], model="b")
+    with serving(first, second) as url:
+        listed = plain.get(f"{url}/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["a", "b"]
+        for model, text in (("a", "one"), ("b", "two")):
+            answer = plain.post(url + CHAT, json=BODY | {"model": model}).json()
+            assert answer["model"] == model
+            assert answer["choices"][0]["message"]["content"] == text
+        unknown = plain.post(url + CHAT, json=BODY | {"model": "c"})
+        assert 'clover_completion_tokens_total{model="b"} 1.0' in plain.get(f"{url}/metrics").text
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["message"] == "model is 'c'; this server has 'a', 'b'"
+
+
+def test_models_without_a_name_of_their_own_are_refused() -> None:
+    for backends in ([], [ScriptedBackend(["one"]), ScriptedBackend(["two"])]):
+        with pytest.raises(RequestError, match="a name of its own"):
+            create_app(backends)
+
+
+def test_a_mode_is_a_policy_and_stands_alone(plain: httpx2.Client) -> None:
+    backend = ScriptedBackend(["yes"])
+    with serving(backend) as url:
+        for mode in ("fast", "balanced", "exact"):
+            assert plain.post(url + CHAT, json=BODY | {"mode": mode}).status_code == 200
+            assert backend.requests[-1].policy == mode
+        for fields in ({"mode": "slow"}, {"mode": "fast", "threshold": 0.5}):
+            assert plain.post(url + CHAT, json=BODY | fields).status_code == 400
+
+
+def test_the_page_is_open_and_lets_in_nothing_from_elsewhere(plain: httpx2.Client) -> None:
+    with serving(ScriptedBackend(["yes"]), api_key="k") as url:
+        for path in page.PATHS:
+            file = plain.get(url + path)
+            assert file.status_code == 200
+            assert "default-src 'none'" in file.headers["content-security-policy"]
+        assert plain.get(f"{url}/web/app.py").status_code == 401
 
 
 class BrokenBackend(ScriptedBackend):

@@ -139,6 +139,17 @@ def test_a_delta_says_where_its_text_stands(
 
 
 @settings(max_examples=NUM_EXAMPLES)
+@given(TEXTS)
+def test_what_is_held_is_what_the_message_lacks(text: str) -> None:
+    assume("<|im_end|>" not in text and not text.lstrip("\n").startswith("<think>"))
+    parser = ChatParser(starts_in_thinking=False, tools=TOOLS)
+    parser.push(text)
+    if not parser.message.tool_calls:
+        told = parser.message.content + parser.held
+        assert told.replace("\n", "") == text.replace("\n", "")  # those between belong to nobody
+
+
+@settings(max_examples=NUM_EXAMPLES)
 @given(TEXTS, st.booleans())
 def test_calls_open_and_close_in_order(text: str, starts_in_thinking: bool) -> None:
     _, deltas, _ = read(list(text), starts_in_thinking=starts_in_thinking)

@@ -115,6 +115,26 @@ def test_what_only_begins_like_a_stop_string_is_given_out() -> None:
     assert (end.message.content, end.stop) == ("one two three fo", None)
 
 
+def test_a_script_in_blocks_shows_its_canvas_twice_and_reads_the_same() -> None:
+    text = f"let me see\n</think>\n\nIt is so.\n\n{CALL}"
+    backend = ScriptedBackend([text], block_size=4)
+    events, end = run(ask(backend, replace(SUM, wants_canvas=True)))
+    assert end.message == answer(text)[1].message
+    canvases = [event for event in events if isinstance(event, CanvasShown)]
+    assert len(canvases) == end.usage.previews == end.usage.passes
+    for half, whole in zip(canvases[::2], canvases[1::2], strict=True):
+        assert half.start == whole.start
+        assert half.cells[::2] == whole.cells[::2]
+        assert set(half.cells[1::2]) == {None}
+        assert None not in whole.cells
+    cells = [cell for canvas in canvases[1::2] for cell in canvas.cells]
+    assert "".join(cell for cell in cells if cell) == text
+    assert canvases[-1].held.startswith("<tool_call>\n<function=f>")
+    cut = run(ask(backend, replace(SUM, max_tokens=5, thinking_budget=2)))[1]
+    assert cut.usage.completion_tokens == 5
+    assert cut.message.thinking == "let me"
+
+
 def test_a_cancelled_script_ends_at_once() -> None:
     async def cancel() -> None:
         backend = ScriptedBackend(["one two"], seconds_per_token=10 * SECONDS)
@@ -187,10 +207,31 @@ def test_nano_answers_as_the_plain_loop_does(nano: LoadedCheckpoint, local: Loca
     assert end.usage.tpf == expected.stats.tpf
     thinking = nano.tokenizer.decode(expected.token_ids[: end.usage.thinking_tokens])
     assert thinking.endswith("</think>")
-    cells = [cell for event in events if isinstance(event, CanvasShown) for cell in event.cells]
+    canvases = [event for event in events if isinstance(event, CanvasShown)]
+    cells = [cell for canvas in canvases for cell in canvas.cells]
     assert "<|mask|>" not in cells
     assert any(cell is None for cell in cells)
     assert any(cell is not None for cell in cells)
+    starts = [canvas.start for canvas in canvases]
+    assert starts == sorted(starts)
+    assert end.usage.completion_tokens > starts[-1] > 0
+
+
+def test_a_canvas_says_how_sure_the_model_was_of_what_it_filled(local: LocalBackend) -> None:
+    threshold = 0.8
+    question = replace(SUM, policy=f"threshold={threshold}", max_tokens=64, wants_canvas=True)
+
+    async def serve() -> tuple[list[ChatEvent], ChatFinished]:
+        async with local:
+            return await ask(local, question)
+
+    canvases = [event for event in run(serve())[0] if isinstance(event, CanvasShown)]
+    for canvas in canvases:
+        for cell, confidence in zip(canvas.cells, canvas.confidences, strict=True):
+            assert (cell is None) == (confidence is None)
+            assert confidence is None or 0 < confidence <= 1
+    told = [confidence for canvas in canvases for confidence in canvas.confidences if confidence]
+    assert sum(confidence > threshold for confidence in told) > len(told) / 2  # others: leftmost
 
 
 def test_nano_says_how_likely_its_content_was(nano: LoadedCheckpoint, local: LocalBackend) -> None:
