@@ -45,6 +45,9 @@ from clover.train.run_files import read_metrics
 PROMPT = (5, 9, 2, 30, 7)
 BLOCK_SIZE = 6
 
+FEATURE_TOLERANCE = 1e-3
+"""fp32 hidden states of about 10: step by step the recurrence sums in another order."""
+
 LOGIT_TOLERANCE = 1e-3
 """fp32 logits of about 50: attention over a cache, and packed, sums in another order."""
 
@@ -192,6 +195,52 @@ def test_a_wrong_draft_is_cut_where_it_errs_and_the_state_goes_back(
         position = end + 1
     assert found.stats.passes == passes
     assert (decoder.accepted_tokens, decoder.drafter_passes) == (accepted, drafts)
+
+
+class Recording(Oracle):
+    """An oracle that keeps what it is given."""
+
+    def __init__(self, parent: CloverForCausalLM, text: tuple[int, ...], wrong: set[int]) -> None:
+        super().__init__(parent, text, wrong)
+        self.given: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def forward(
+        self,
+        features: Tensor,
+        anchors: Tensor,
+        num_masks: int,
+        position_ids: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cache: DrafterCache | None = None,
+    ) -> Tensor:
+        assert cache is not None
+        assert cache.length == position_ids[0, 0]
+        self.given.append((features, anchors, position_ids))
+        return super().forward(features, anchors, num_masks, position_ids, mask=mask, cache=cache)
+
+
+def test_a_drafter_is_given_each_committed_tokens_features_once_and_at_its_position(
+    parent: CloverForCausalLM,
+) -> None:
+    asked = request(max_tokens=40)
+    text = plain(parent, asked).token_ids
+    drafter = Recording(parent, text, {*range(0, 40, 3)})  # drafts of two right tokens at most
+    decoder = DrafterDecoder(parent, drafter)
+    assert drafted(decoder, asked).token_ids == text
+    tokens = torch.tensor([[*PROMPT, *text]])
+    with record_features(parent, drafter.config.feature_layers) as features, torch.no_grad():
+        parent(tokens)
+    length = 0
+    for given, anchors, position_ids in drafter.given:
+        stop = length + given.shape[1]
+        torch.testing.assert_close(
+            given, features[0][:, length:stop], atol=FEATURE_TOLERANCE, rtol=0
+        )
+        assert torch.equal(anchors, parent.model.embed_tokens(tokens[:, stop : stop + 1]))
+        assert position_ids[0].tolist() == list(range(length, length + position_ids.shape[1]))
+        length = stop
+    assert len(drafter.given) == decoder.drafter_passes > 10
 
 
 def test_what_is_not_plain_text_of_a_parent_is_refused(parent: CloverForCausalLM) -> None:

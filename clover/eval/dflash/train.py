@@ -217,7 +217,6 @@ class _Run:
             state=self.data_state,
         )
         rows: list[Tensor] = []
-        saved_at: int | None = None
         stop = False
         while self.step < config.steps and not stop:
             batch = packer.next_batch().to(self.parent.device)
@@ -230,9 +229,6 @@ class _Run:
                 rows = []
             if self.step % config.save_every == 0 or self.step == config.steps or stop:
                 self._save()
-                saved_at = self.step
-        if saved_at is None:
-            self._save()  # a finished run that was started again has nothing else to do
         seconds = max(time.monotonic() - self.started, 1e-9)
         summary = SummaryEvent(
             step=self.step,
