@@ -215,7 +215,7 @@ class Recording(Oracle):
         cache: DrafterCache | None = None,
     ) -> Tensor:
         assert cache is not None
-        assert cache.length == position_ids[0, 0]
+        assert position_ids.shape == (1, features.shape[1] + 1 + num_masks)
         self.given.append((features, anchors, position_ids))
         return super().forward(features, anchors, num_masks, position_ids, mask=mask, cache=cache)
 
