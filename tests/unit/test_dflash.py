@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,14 +52,21 @@ BLOCK_SIZE = 6
 FEATURE_TOLERANCE = 1e-3
 """fp32 hidden states of about 10: step by step the recurrence sums in another order."""
 
+LOSS_TOLERANCE = 1e-2
+"""Sums over rows in another order, through Muon's iteration in bf16 of four updates."""
+
 LOGIT_TOLERANCE = 1e-3
 """fp32 logits of about 50: attention over a cache, and packed, sums in another order."""
 
 
 @pytest.fixture(scope="module")
 def parent(tiny_config: Callable[..., ModelConfig]) -> CloverForCausalLM:
+    return make_parent(tiny_config(diffusion=False, eos_token_ids=()))
+
+
+def make_parent(config: ModelConfig) -> CloverForCausalLM:
     """A random parent whose text varies."""
-    model = CloverForCausalLM(tiny_config(diffusion=False, eos_token_ids=()))
+    model = CloverForCausalLM(config)
     model.init_weights(torch.Generator().manual_seed(1))
     with torch.no_grad():
         for weight in model.parameters():
@@ -422,6 +433,52 @@ def test_a_run_that_dies_and_is_resumed_ends_bit_for_bit_like_an_unbroken_one(
     assert steps == list(range(1, 21))
     with pytest.raises(TrainingInputError, match="num_blocks was 12, is 6"):
         run(resumed, parent, replace(config, num_blocks=6), resume=True)
+
+
+WORKER = """
+import json, sys
+from pathlib import Path
+from conftest import make_tiny_config
+from test_dflash import make_parent, new_drafter, run, training
+from clover.train import parallel
+
+with parallel.process_group():
+    assert parallel.world_size() == 2
+    parent = make_parent(make_tiny_config(diffusion=False, eos_token_ids=()))
+    run(new_drafter(parent), parent, training(Path(sys.argv[1]), steps=4, log_every=1))
+"""
+
+
+def test_two_processes_take_the_steps_of_one(parent: CloverForCausalLM, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests, tests / "unit"))),
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_RUN_ID": "test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(tmp_path / "two")],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=500) for process in processes] == [0, 0]
+    run(new_drafter(parent), parent, training(tmp_path / "one", steps=4, log_every=1))
+    two, one = (
+        [row for row in read_metrics(tmp_path / name) if row["event"] == "step"]
+        for name in ("two", "one")
+    )
+    assert len(two) == len(one) == 4
+    for mine, expected in zip(two, one, strict=True):
+        assert mine["losses"] == pytest.approx(expected["losses"], rel=LOSS_TOLERANCE)
+        assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=LOSS_TOLERANCE)
 
 
 def test_a_drafter_comes_back_from_its_folder_and_knows_its_parent(

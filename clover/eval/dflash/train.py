@@ -354,13 +354,15 @@ class _Run:
 def mean_agreed(logits: Tensor, blocks: DraftBlocks) -> Tensor:
     """Returns how many tokens of a draft are right before the first wrong one, a mean over blocks.
 
+    With several processes their results' mean is the mean over the blocks of all.
+
     Args:
         logits: [B, M, n - 1, V].
         blocks: What they predict. A document's end ends its last draft.
     """
     is_right = (logits.argmax(dim=-1) == blocks.targets) & (blocks.weights > 0)
-    num_blocks = (blocks.anchors >= 0).sum().clamp(min=1)
-    return is_right.cumprod(dim=-1).sum() / num_blocks
+    num_blocks = parallel.mean_over_processes((blocks.anchors >= 0).sum().float())
+    return is_right.cumprod(dim=-1).sum() / num_blocks.clamp(min=1)
 
 
 def _config_to_json(config: DrafterTraining, drafter: Drafter) -> Mapping[str, Any]:
