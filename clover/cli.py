@@ -459,6 +459,10 @@ def bench(
             help="Its generate on the parent; default: where it is installed.",
         ),
     ] = None,
+    drafter: Annotated[
+        Path | None,
+        typer.Option(help="The parent's DFlash drafter; default: PARENT/dflash where it is."),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of a pass; default: torch's.")
     ] = None,
@@ -488,6 +492,7 @@ def bench(
         parent=parent,
         thresholds=threshold or (0.9, 0.99),
         with_transformers=transformers,
+        drafter=drafter,
         device=_choose_device(device),
         notes=notes,
     ):

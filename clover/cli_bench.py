@@ -14,10 +14,14 @@ from clover.checkpoint.load import load_checkpoint, resolve_checkpoint
 from clover.errors import RequestError
 from clover.eval.bench import Bench, BenchConfig, engine_contenders
 from clover.eval.bench_report import look_around, write_report
-from clover.eval.contenders import TransformersContender
+from clover.eval.contenders import Contender, DrafterContender, TransformersContender
+from clover.eval.dflash.files import load_drafter
 
 # Equal texts are what makes speeds comparable, and in bf16 a near tie may fall either way.
 DTYPE = torch.float32
+
+# Where a drafter is looked for in its parent's folder
+DRAFTER_FOLDER = "dflash"
 
 
 def run_bench(
@@ -28,6 +32,7 @@ def run_bench(
     parent: str,
     thresholds: Sequence[float],
     with_transformers: bool | None,
+    drafter: Path | None = None,
     device: torch.device,
     notes: Console,
 ) -> list[Path]:
@@ -40,6 +45,7 @@ def run_bench(
         parent: Its parent.
         thresholds: Of the `threshold` policies to measure.
         with_transformers: Whether its `generate` takes part; None: where it is installed.
+        drafter: Folder of a DFlash drafter; None: `dflash` in the parent's folder, if it is there.
         device: Where all weights lie.
         notes: Gets a line after every step.
 
@@ -58,10 +64,18 @@ def run_bench(
             f"expected a Clover model and its autoregressive parent, found {model} and {parent}"
         )
     is_wanted = has_transformers if with_transformers is None else with_transformers
-    others = [TransformersContender(loaded_parent)] if is_wanted else []
+    others: list[Contender] = []
+    models = {"model": model, "parent": parent}
+    beside = loaded_parent.folder / DRAFTER_FOLDER
+    if drafter is not None or beside.is_dir():
+        models["drafter"] = str(drafter or beside)
+        loaded_drafter = load_drafter(drafter or beside, dtype=DTYPE, device=device)
+        others.append(DrafterContender(loaded_parent, loaded_drafter))
+    if is_wanted:
+        others.append(TransformersContender(loaded_parent))
     ours = engine_contenders(loaded_parent, clover, thresholds)
     bench = Bench(config, clover, ours, others)
-    surroundings = look_around(DTYPE, {"model": model, "parent": parent})
+    surroundings = look_around(DTYPE, models)
     started = time.perf_counter()
     try:
         for line in bench.run():

@@ -66,6 +66,7 @@ class Quality:
         same_text: Items whose text is that of the parent's autoregressive decoding.
         tpf: Tokens per forward pass.
         experts_per_pass: Different experts that a pass at batch 1 chooses in a layer; None: unknown.
+        tpf_with_drafter: Tokens per pass when those of a drafter are counted too; None: it has none.
     """
 
     contender: str
@@ -75,6 +76,7 @@ class Quality:
     same_text: int
     tpf: float
     experts_per_pass: float | None
+    tpf_with_drafter: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +139,7 @@ class Bench:
         checkpoint: Whose template, tokenizer and checkers all contenders share.
         contenders: Of our engine; the first decodes the parent autoregressively, and so does one of
             every model before those whose drafts are verified.
-        others: Those that are not of our engine.
+        others: Those that are not of our engine, if any of them at a concurrency of 1 alone.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Bench:
         self.results = BenchResults()
         self._checkpoint = checkpoint
         self._ours = contenders
+        self._others = others
         self._all: list[Contender] = [*contenders, *others]
         self._workloads = draw_workloads(checkpoint, config.num_items, config.families)
         self._trace = draw_trace(checkpoint, config.num_turns)
@@ -198,6 +201,12 @@ class Bench:
                 )
             self._run(contender, workload, prompts, max(self.config.concurrencies))
             yield f"{workload}: right texts: {contender.name}"
+        for other in self._others:
+            if other.is_parents_text:
+                # The plain loop's text of the parent: every run is held against it from now on
+                self._texts[other.name, workload] = self._texts[self._ours[0].name, workload]
+                self._run(other, workload, prompts, 1)
+                yield f"{workload}: right texts: {other.name}"
 
     def _check_trace(self, contender: EngineContender) -> None:
         with_cache, without = (self._run_trace(contender, has_cache) for has_cache in (True, False))
@@ -221,6 +230,7 @@ class Bench:
             correct=sum(map(self._is_right, items, run.answers)),
             same_text=sum(map(tuple.__eq__, run.texts, parent_texts)),
             tpf=run.tpf,
+            tpf_with_drafter=run.tpf_with_drafter,
             experts_per_pass=experts,
         )
 

@@ -208,7 +208,7 @@ def _table(rows: Sequence[Row], qualities: dict[tuple[str, str], Quality]) -> li
             f"{row.rate:.1f}",
             f"{row.slowest:.1f}..{row.fastest:.1f}",
             f"{row.rate / rows[0].rate:.2f}",
-            f"{quality.tpf:.2f}",
+            _tpf(quality),
             f"{100 * quality.correct / quality.items:.1f}",
             f"{100 * quality.same_text / quality.items:.1f}",
             f"{1e3 * row.first_token:.1f}",
@@ -219,6 +219,12 @@ def _table(rows: Sequence[Row], qualities: dict[tuple[str, str], Quality]) -> li
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _tpf(quality: Quality) -> str:
+    if quality.tpf_with_drafter is None:
+        return f"{quality.tpf:.2f}"
+    return f"{quality.tpf:.2f} ({quality.tpf_with_drafter:.2f} with the drafter's)"
 
 
 def _trace_table(traces: Sequence[TraceSample]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who answers in a benchmark: our engine under some policy, or transformers' `generate`."""
+"""Who answers in a benchmark: our engine under some policy, a parent with a drafter, or transformers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from clover.checkpoint.load import LoadedCheckpoint
 from clover.diffusion.generate import generate_all, reserved_token_ids
-from clover.diffusion.policies import Policy
+from clover.diffusion.policies import Autoregressive, Policy
 from clover.diffusion.requests import BlockCommitted, Finished, GenerationRequest
 from clover.engine.engine import Engine, EngineConfig
 from clover.engine.request import EngineRequest
+from clover.eval.dflash.decode import DrafterDecoder
+from clover.eval.dflash.model import Drafter
 from clover.model.moe import Experts, record_expert_choices
 from clover.train.trainer import peak_memory_bytes
 
@@ -32,6 +34,7 @@ class Answer:
         is_whole: Whether EOS ended it.
         tokens: EOS included.
         passes: Forward passes that served it, prefill not counted.
+        drafter_passes: Passes of a second, smaller model, which `passes` leaves out.
         first_token_seconds: From submission to the first final token.
         seconds: From submission to the end.
     """
@@ -42,6 +45,7 @@ class Answer:
     passes: int
     first_token_seconds: float
     seconds: float
+    drafter_passes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,16 +67,30 @@ class Run:
         return self.tokens / sum(answer.passes for answer in self.answers)
 
     @property
+    def tpf_with_drafter(self) -> float | None:
+        """Tokens per forward pass of either model; None without a drafter."""
+        drafter_passes = sum(answer.drafter_passes for answer in self.answers)
+        passes = sum(answer.passes for answer in self.answers)
+        return self.tokens / (passes + drafter_passes) if drafter_passes else None
+
+    @property
     def texts(self) -> list[tuple[int, ...]]:
         """The answers' tokens."""
         return [answer.token_ids for answer in self.answers]
 
 
 class Contender(Protocol):
-    """Answers prompts greedily."""
+    """Answers prompts greedily.
+
+    Attributes:
+        name: What tables call it.
+        max_concurrency: Most prompts at a time; None: any number.
+        is_parents_text: Whether its texts have to be those of the parent's autoregressive decoding.
+    """
 
     name: str
-    max_concurrency: int | None  # None: any
+    max_concurrency: int | None
+    is_parents_text: bool
 
     def run(self, prompts: Sequence[Prompt], *, concurrency: int, max_tokens: int) -> Run:
         """Answers all prompts, `concurrency` of them at a time."""
@@ -89,6 +107,7 @@ class EngineContender:
     """
 
     max_concurrency: int | None = None
+    is_parents_text = False  # held against the plain loop instead, which knows the policy
 
     def __init__(self, name: str, checkpoint: LoadedCheckpoint, policy: Policy) -> None:
         self.name = name
@@ -183,6 +202,54 @@ class EngineContender:
         return [answers[request_id] for request_id in started]
 
 
+class DrafterContender:
+    """A parent with a DFlash drafter, one prompt at a time, in a loop of its own.
+
+    Args:
+        checkpoint: The parent.
+        drafter: Trained for it.
+    """
+
+    name = "parent + DFlash"
+    max_concurrency: int | None = 1
+    is_parents_text = True
+
+    def __init__(self, checkpoint: LoadedCheckpoint, drafter: Drafter) -> None:
+        self._decoder = DrafterDecoder(
+            checkpoint.model,
+            drafter,
+            eos_token_ids=checkpoint.eos_token_ids,
+            forbidden_token_ids=reserved_token_ids(checkpoint.config, len(checkpoint.tokenizer)),
+        )
+
+    def run(self, prompts: Sequence[Prompt], *, concurrency: int, max_tokens: int) -> Run:
+        """Answers the prompts one after the other."""
+        assert concurrency == 1
+        with _measured() as measured:
+            answers = [self._answer(prompt, max_tokens) for prompt in prompts]
+        return Run(answers=answers, seconds=measured.seconds, peak_bytes=measured.peak_bytes)
+
+    def _answer(self, prompt: Prompt, max_tokens: int) -> Answer:
+        decoder, num_before = self._decoder, self._decoder.drafter_passes
+        request = GenerationRequest(
+            prompt_ids=prompt, max_tokens=max_tokens, policy=Autoregressive()
+        )
+        started = time.perf_counter()
+        timed = [(time.perf_counter(), event) for event in decoder.generate(request)]
+        (first, _), (ended, last) = timed[0], timed[-1]
+        assert isinstance(last, Finished)
+        result = last.result
+        return Answer(
+            token_ids=result.token_ids,
+            is_whole=result.finish_reason == "eos",
+            tokens=result.stats.tokens,
+            passes=result.stats.passes,
+            drafter_passes=decoder.drafter_passes - num_before,
+            first_token_seconds=first - started,
+            seconds=ended - started,
+        )
+
+
 class TransformersContender:
     """`generate` of transformers on a parent's folder, one prompt at a time.
 
@@ -194,6 +261,7 @@ class TransformersContender:
 
     name = "parent, transformers"
     max_concurrency: int | None = 1
+    is_parents_text = False  # its own kernels round otherwise, so a near tie may fall the other way
 
     def __init__(self, checkpoint: LoadedCheckpoint) -> None:
         from transformers import AutoModelForCausalLM

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +23,15 @@ from clover.config import DiffusionConfig, ModelConfig, MoeConfig
 from clover.diffusion.policies import Autoregressive, Exact
 from clover.errors import BenchmarkError, RequestError
 from clover.eval.bench import Bench, BenchConfig, engine_contenders
-from clover.eval.contenders import EngineContender, Prompt, Run, TransformersContender
+from clover.eval.contenders import (
+    DrafterContender,
+    EngineContender,
+    Prompt,
+    Run,
+    TransformersContender,
+)
+from clover.eval.dflash.files import save_drafter
+from clover.eval.dflash.model import Drafter, drafter_config
 from clover.eval.workloads import draw_trace, draw_workloads
 from clover.model.transformer import CloverForCausalLM
 from clover.tasks import FAMILIES
@@ -169,6 +178,82 @@ def test_transformers_writes_the_parents_text_and_is_timed(
     for answer in theirs.answers:
         assert answer.passes == answer.tokens
         assert 0 < answer.first_token_seconds < answer.seconds <= theirs.seconds
+
+
+def new_drafter(parent: LoadedCheckpoint) -> Drafter:
+    drafter = Drafter(drafter_config(parent.model, num_layers=1, block_size=4))
+    drafter.init_weights(torch.Generator().manual_seed(0))
+    return drafter.eval()
+
+
+def test_a_drafter_is_timed_one_request_at_a_time_and_both_kinds_of_passes_are_told(
+    checkpoints: tuple[LoadedCheckpoint, LoadedCheckpoint],
+) -> None:
+    parent, clover = checkpoints
+    ours = [EngineContender("ours", parent, Autoregressive())]
+    bench = Bench(CONFIG, clover, ours, [DrafterContender(parent, new_drafter(parent))])
+    lines = list(bench.run())
+    name = "parent + DFlash"
+    first_timed = next(i for i, line in enumerate(lines) if "tokens/s" in line)
+    assert {f"short: right texts: {name}", f"long: right texts: {name}"} <= {*lines[:first_timed]}
+    found = [
+        (each.workload, each.concurrency, each.repeat)
+        for each in bench.results.samples
+        if each.contender == name
+    ]
+    assert found == [(workload, 1, repeat) for workload in ("short", "long") for repeat in (0, 1)]
+    for quality in bench.results.qualities:
+        if quality.contender == name:
+            assert quality.same_text == CONFIG.num_items
+            assert quality.tpf_with_drafter is not None
+            assert 0.5 <= quality.tpf_with_drafter < quality.tpf
+        else:
+            assert quality.tpf_with_drafter is None
+
+
+class KeepsADraft(DrafterContender):
+    """A drafter whose last token nobody has verified."""
+
+    def run(self, prompts: Sequence[Prompt], *, concurrency: int, max_tokens: int) -> Run:
+        run = super().run(prompts, concurrency=concurrency, max_tokens=max_tokens)
+        answers = [
+            dataclasses.replace(a, token_ids=(*a.token_ids[:-1], a.token_ids[-1] ^ 1))
+            for a in run.answers
+        ]
+        return dataclasses.replace(run, answers=answers)
+
+
+def test_nothing_is_timed_while_a_drafters_text_is_not_the_parents(
+    checkpoints: tuple[LoadedCheckpoint, LoadedCheckpoint],
+) -> None:
+    parent, clover = checkpoints
+    ours = [EngineContender("ours", parent, Autoregressive())]
+    bench = Bench(CONFIG, clover, ours, [KeepsADraft(parent, new_drafter(parent))])
+    with pytest.raises(BenchmarkError, match=r"short: parent \+ DFlash at concurrency 1"):
+        list(bench.run())
+    assert (bench.results.samples, bench.results.traces) == ([], [])
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_command_takes_the_drafter_that_is_named_or_lies_in_the_parents_folder(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    parent, clover = folders
+    copied = tmp_path / "parent"
+    shutil.copytree(parent, copied)
+    drafter = tmp_path / "drafter" if is_named else copied / "dflash"
+    save_drafter(new_drafter(load_checkpoint(parent)), drafter)
+    arguments = ["--model", str(clover), "--parent", str(copied), "--no-transformers"]
+    arguments += ["--drafter", str(drafter)] if is_named else []
+    out = tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["clover", "bench", str(out), *arguments, *TOY])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    values = json.loads((out / "results.json").read_text())
+    assert "parent + DFlash" in [row["contender"] for row in values["rows"]]
+    assert values["surroundings"]["models"]["drafter"] == str(drafter)
+    assert "with the drafter's)" in (out / "results.md").read_text()
 
 
 def test_short_items_have_the_shorter_replies_and_turns_begin_with_those_before(
