@@ -306,7 +306,7 @@ def test_what_is_not_supported_is_refused_by_its_name(
         ({"extra_body": {"stream_canvas": True}}, "stream_canvas"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"extra_body": {"policy": "exact", "threshold": 0.5}}, "threshold"),
-        ({"extra_body": {"policy": "exact", "mode": "fast"}}, "mode fast"),
+        ({"extra_body": {"policy": "exact", "mode": "fast"}}, "mode is 'fast'"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning_effort": "low", "extra_body": {"thinking_budget": 5}}, "reasoning_effort"),

@@ -284,7 +284,7 @@ def test_leaving_with_an_exception_fails_the_answers_under_way() -> None:
 
 def test_what_the_server_refuses_has_its_reason() -> None:
     refused: list[tuple[dict[str, Any], type[CloverError], str]] = [
-        ({"model": "gpt"}, RequestError, "'gpt'.*has 'scripted' alone"),
+        ({"model": "gpt"}, RequestError, "'gpt'.*has 'scripted'"),
         ({"api_key": "wrong"}, RemoteError, "API key.*CLOVER_API_KEY"),
     ]
     with serving(ScriptedBackend(["yes"]), api_key="right") as url:
