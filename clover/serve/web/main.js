@@ -11,8 +11,8 @@ const LOST_POLL_MILLISECONDS = 500;
 const METER_MILLISECONDS = 100;
 const NEAR_END_PIXELS = 80;
 const MODE_NOTES = {
-  fast: "Keeps every guess that is likely enough.",
-  balanced: "Checks each draft before it is kept.",
+  fast: "Keeps what comes close to one token at a time.",
+  balanced: "Keeps what comes very close to one token at a time.",
   exact: "Writes what one token at a time would give.",
 };
 
