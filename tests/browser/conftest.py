@@ -1,4 +1,4 @@
-"""One Chromium for all tests of the page, and a page that must not complain or leave its server."""
+"""One Chromium for the tests of a file, and a page that must not complain or leave its server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MILLISECONDS = 30_000
 """More than anything on the page takes on a busy machine."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: while it is open its event loop stands in others' way
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
