@@ -27,6 +27,8 @@ from clover.diffusion.policies import (
     EntropyBound,
     Exact,
     Policy,
+    PromptLookup,
+    Relaxed,
     Threshold,
 )
 from clover.tasks import Task
@@ -34,6 +36,7 @@ from clover.train.answers import FamilyScore, draw_items, score_answers
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 ENTROPY_BOUNDS = (0.05, 0.2)
+TOLERANCES = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,10 +56,12 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=512, help="items per split, all families")
     parser.add_argument("--splits", nargs="+", default=["seen", "heldout"])
     parser.add_argument("--thresholds", nargs="+", type=float, default=list(THRESHOLDS))
+    parser.add_argument("--tolerances", nargs="+", type=float, default=list(TOLERANCES))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     policies: list[Policy] = [Threshold(threshold=value) for value in options.thresholds]
     policies += [EntropyBound(bound=value) for value in ENTROPY_BOUNDS]
+    policies += [Relaxed(tolerance=value) for value in options.tolerances]
     policies += [Exact(), Autoregressive()]
     job = partial(measure_split, options.parent, options.model, policies, options.items)
     # Small passes do not split well over threads: one process a split, one thread each.
@@ -111,6 +116,10 @@ def policy_name(policy: Policy) -> str:
             return f"entropy_bound {bound:g}"
         case Exact():
             return "exact"
+        case Relaxed(tolerance=tolerance):
+            return f"relaxed {tolerance:g}"
+        case PromptLookup():
+            return "prompt_lookup"
         case Autoregressive():
             return "autoregressive"
 

@@ -417,12 +417,16 @@ class ChatDelta:
     argument      `text` is appended to the raw value of `parameter` of the open call
     call          the open call is complete: `call`
     call_dropped  the open call was malformed; its text follows as content
+
+    `span` says of thinking and content where `text` stands in the text that was read: its first
+    character and the one behind its last.
     """
 
     kind: DeltaKind
     text: str = ""
     parameter: str = ""
     call: ToolCall | None = None
+    span: tuple[int, int] | None = None
 
 
 def parse_reply(
@@ -470,6 +474,8 @@ class ChatParser:
         self._open = _OpenCall()
         self._buffer = ""
         self._at = 0  # the buffer before this index is read; cutting it off each time would be slow
+        self._num_cut = 0  # characters that have been cut off
+        self._call_end = 0  # where, in all that was read, the last call ended
         self._deltas: list[ChatDelta] = []
         self._is_final = False
         self._step = self._read_start
@@ -477,6 +483,7 @@ class ChatParser:
     def push(self, text: str) -> list[ChatDelta]:
         """Returns what became certain with the next chunk of text."""
         self._buffer = self._buffer[self._at :] + text
+        self._num_cut += self._at
         self._at = 0
         while self._step():
             pass
@@ -500,6 +507,11 @@ class ChatParser:
             tool_calls=tuple(self._calls),
         )
 
+    @property
+    def held(self) -> str:
+        """The text that is read and not yet part of the message: a call, or a tag, that has begun."""
+        return "".join(self._open.raw) + self._buffer[self._at :]
+
     # Each _read_* method is a state: it consumes from the buffer and returns whether to go on at
     # once; False means that more text is needed.
 
@@ -516,7 +528,7 @@ class ChatParser:
 
     def _read_thinking(self) -> bool:
         text, tag = self._take_until(_END_THINK, _END_TURN)
-        self._emit_text("thinking", text)
+        self._emit_text("thinking", text, tag)
         if tag is None:
             return False
         self._step = self._read_content if tag == _END_THINK else self._read_nothing
@@ -524,7 +536,7 @@ class ChatParser:
 
     def _read_content(self) -> bool:
         text, tag = self._take_until(_CALL, _END_TURN)
-        self._emit_text("content", text)
+        self._emit_text("content", text, tag)
         if tag is None:
             return False
         self._open = _OpenCall(raw=[_CALL])
@@ -590,6 +602,8 @@ class ChatParser:
         self._calls.append(call)
         self._deltas.append(ChatDelta(kind="call", call=call))
         self._content.start_paragraph()
+        self._call_end = self._num_cut + self._at
+        self._open = _OpenCall()
         self._step = self._read_content
         return True
 
@@ -602,6 +616,7 @@ class ChatParser:
         if self._open.name:
             self._deltas.append(ChatDelta(kind="call_dropped"))
         self._emit_text("content", "".join(self._open.raw))
+        self._open = _OpenCall()
         self._step = self._read_content
         return True
 
@@ -656,10 +671,16 @@ class ChatParser:
         text = self._take(found.start() - self._at)
         return text, self._take(len(found[0]))
 
-    def _emit_text(self, kind: Literal["thinking", "content"], text: str) -> None:
+    def _emit_text(
+        self, kind: Literal["thinking", "content"], text: str, tag: str | None = None
+    ) -> None:
+        """Adds text that has just been taken, and the tag behind it."""
         target = self._thinking if kind == "thinking" else self._content
         if added := target.add(text):
-            self._deltas.append(ChatDelta(kind=kind, text=added))
+            num_held_back = len(text) - len(text.rstrip("\n"))
+            end = self._num_cut + self._at - len(tag or "") - num_held_back
+            start = max(end - len(added), self._call_end)  # behind a call a newline may be ours
+            self._deltas.append(ChatDelta(kind=kind, text=added, span=(start, end)))
 
 
 @dataclass(slots=True)

@@ -15,9 +15,11 @@ import typer.core
 
 from clover import __version__
 from clover.errors import (
+    BenchmarkError,
     CloverError,
     GenerationError,
     PromptError,
+    RemoteError,
     RequestError,
     TrainingError,
     TrainingInputError,
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from clover.backends.base import Backend
+    from clover.backends.local import LocalBackend
+    from clover.checkpoint.load import LoadedCheckpoint
     from clover.cli_display import Pane
     from clover.cli_reply import Knobs, Question, Writer
     from clover.diffusion.policies import Policy
@@ -57,8 +62,9 @@ ModelOption = Annotated[
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        help="threshold[=0..1], entropy_bound[=nats], exact[=0..1] or autoregressive; "
-        "default: threshold=0.9, of a parent autoregressive."
+        help="exact[=0..1], relaxed[=nats], threshold[=0..1], entropy_bound[=nats], "
+        "prompt_lookup[=tokens], autoregressive, balanced or fast; default: exact, of a parent "
+        "autoregressive."
     ),
 ]
 ThresholdOption = Annotated[float | None, typer.Option(help="Short for --policy threshold=X.")]
@@ -104,7 +110,7 @@ def main() -> NoReturn:
         if _State.debug:
             raise
         print(f"clover: {error}", file=sys.stderr)  # noqa: T201
-        failed = isinstance(error, GenerationError | TrainingError)
+        failed = isinstance(error, GenerationError | RemoteError | TrainingError | BenchmarkError)
         failed = failed and not isinstance(error, TrainingInputError)
         sys.exit(FAILED if failed else WRONG_INPUT)
     except BrokenPipeError:  # the reader of a pipe has left
@@ -207,7 +213,21 @@ def generate(
 
 @app.command()
 def chat(
-    model: ModelOption = DEFAULT_MODEL,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help=f"A checkpoint folder, {DEFAULT_MODEL} by default; with --url, the server's name "
+            "of one.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="A server of the OpenAI API, in place of a model here.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="CLOVER_API_KEY", help="What that server wants to see.")
+    ] = None,
     policy: PolicyOption = None,
     threshold: ThresholdOption = None,
     entropy_bound: EntropyOption = None,
@@ -225,33 +245,63 @@ def chat(
     device: DeviceOption = "auto",
 ) -> None:
     """Talks turn after turn: /thinking, /reset, /exit. Ctrl-C stops a reply, Ctrl-D leaves."""
-    read_tools = _read_tools(tools)
-    with _loading(model):
-        from clover.cli_chat import Chat
+    from clover.backends.base import Sampling
+    from clover.cli_chat import Chat
 
-        knobs = _read_knobs(
-            policy,
-            threshold,
-            entropy_bound,
-            block_size,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            max_tokens,
-            stop,
-        )
-        writer = _open_writer(model, knobs, device)
+    if url is not None and device != "auto":
+        raise RequestError(f"--device {device} is for a model here, found --url too; leave one out")
+    read_tools = _read_tools(tools)
+    named_policy = _name_policy(policy, threshold, entropy_bound)
+    decoding = {
+        "policy": named_policy,
+        "block_size": block_size,
+        "sampling": Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+        ),
+        "max_tokens": max_tokens,
+        "stop": tuple(stop or ()),
+    }
+    backend = (
+        _open_local(model or DEFAULT_MODEL, named_policy, device)
+        if url is None
+        else _open_remote(url, model, api_key)
+    )
     out, notes = _consoles()
     Chat(
-        writer,
+        backend,
         system=system,
         tools=read_tools,
         enable_thinking=thinking is not False,
+        decoding=decoding,
         out=out,
         notes=notes,
     ).run()
+
+
+def _open_local(model: str, policy: str | None, device: str) -> Backend:
+    with _loading(model):
+        from clover.backends.local import LocalBackend
+        from clover.diffusion.policies import parse_policy
+        from clover.engine.engine import EngineConfig
+
+        chosen = parse_policy(policy) if policy else None  # a wrong one is refused before all else
+        return LocalBackend(
+            _load(model, device),
+            model=Path(model).name,
+            config=EngineConfig(num_slots=1),
+            policy=chosen,
+        )
+
+
+def _open_remote(url: str, model: str | None, api_key: str | None) -> Backend:
+    try:
+        from clover.backends.remote import RemoteBackend
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"expected the client of the OpenAI API, found no {error.name}; "
+            "pip install 'clover[remote]'"
+        ) from error
+    return RemoteBackend(url, model=model, api_key=api_key)
 
 
 @app.command()
@@ -330,6 +380,123 @@ def inspect(
         if training:
             lines += render_memory(training_memory(report.config, gpus))
         typer.echo("\n".join(lines))
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Bundled model or folder; repeatable; default: clover-nano and its parent.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    policy: PolicyOption = None,
+    slots: Annotated[int, typer.Option(help="Most answers that share a pass.")] = 8,
+    queue: Annotated[int, typer.Option(help="Most requests that wait; more get a 429.")] = 256,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="CLOVER_API_KEY", help="What clients have to show; default: nothing."),
+    ] = None,
+    max_request_bytes: Annotated[int, typer.Option(help="Largest body.")] = 4 * 2**20,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds, waiting included, after which an answer is cut.")
+    ] = 600.0,
+    shutdown_seconds: Annotated[
+        float, typer.Option(help="How long answers go on after Ctrl-C or SIGTERM.")
+    ] = 30.0,
+    device: DeviceOption = "auto",
+) -> None:
+    """Serves models over HTTP, to OpenAI's and Anthropic's clients and on a page."""
+    try:
+        from clover.serve.app import ServerConfig, run_server
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"expected the packages of the server, found no {error.name}; "
+            "pip install 'clover[serve]'"
+        ) from error
+    config = ServerConfig(
+        api_key=api_key,
+        max_request_bytes=max_request_bytes,
+        request_timeout=request_timeout,
+        shutdown_seconds=shutdown_seconds,
+    )
+    names = model or [DEFAULT_MODEL, DEFAULT_PARENT]
+    with _loading(", ".join(names)):
+        backends = [_serve_one(name, policy, slots, queue, device) for name in names]
+    run_server(backends, config, host=host, port=port)
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Argument(help="Folder for results.json, results.md, frontier.png.")],
+    model: ModelOption = DEFAULT_MODEL,
+    parent: Annotated[str, typer.Option(help="Its autoregressive parent.")] = DEFAULT_PARENT,
+    items: Annotated[
+        int, typer.Option(help="Held-out items with short, and with long answers.")
+    ] = 32,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="Where items come from; repeatable; default: clover-nano's."),
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(help="Requests at a time; repeatable; default: 1 2 4 8 16 32."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds of every measurement.")] = 3,
+    turns: Annotated[int, typer.Option(help="Turns of the agent's trace.")] = 10,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 160,
+    threshold: Annotated[
+        list[float] | None, typer.Option(help="A threshold policy; repeatable; default: 0.9 0.99.")
+    ] = None,
+    transformers: Annotated[
+        bool | None,
+        typer.Option(
+            "--transformers/--no-transformers",
+            help="Its generate on the parent; default: where it is installed.",
+        ),
+    ] = None,
+    drafter: Annotated[
+        Path | None,
+        typer.Option(help="The parent's DFlash drafter; default: PARENT/dflash where it is."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of a pass; default: torch's.")
+    ] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Measures speed and accuracy side by side, once the texts are shown to be the right ones.
+
+    Ctrl-C leaves what is finished.
+    """
+    import torch
+
+    from clover.cli_bench import run_bench
+    from clover.eval.bench import BenchConfig
+
+    fields: dict[str, Any] = {"families": family, "concurrencies": concurrency}
+    given: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if value}
+    config = BenchConfig(
+        num_items=items, repeats=repeats, num_turns=turns, max_tokens=max_tokens, **given
+    )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _, notes = _consoles()
+    for path in run_bench(
+        out,
+        config,
+        model=model,
+        parent=parent,
+        thresholds=threshold or (0.9, 0.99),
+        with_transformers=transformers,
+        drafter=drafter,
+        device=_choose_device(device),
+        notes=notes,
+    ):
+        typer.echo(path)
 
 
 class _TrainGroup(typer.core.TyperGroup):
@@ -474,6 +641,13 @@ def _choose_policy(
 ) -> Policy | None:
     from clover.diffusion.policies import parse_policy
 
+    name = _name_policy(policy, threshold, entropy_bound)
+    return parse_policy(name) if name else None
+
+
+def _name_policy(
+    policy: str | None, threshold: float | None, entropy_bound: float | None
+) -> str | None:
     named = [policy] if policy else []
     named += [f"threshold={threshold}"] if threshold is not None else []
     named += [f"entropy_bound={entropy_bound}"] if entropy_bound is not None else []
@@ -481,7 +655,7 @@ def _choose_policy(
         raise RequestError(
             f"expected one policy, found {' and '.join(named)}; leave all but one out"
         )
-    return parse_policy(named[-1]) if named else None
+    return named[-1] if named else None
 
 
 def _read_tools(path: Path | None) -> list[Mapping[str, Any]]:
@@ -610,16 +784,38 @@ def _loading(model: str) -> Iterator[None]:
 
 
 def _open_writer(model: str, knobs: Knobs, device: str) -> Writer:
+    from clover.cli_reply import Writer
+
+    return Writer(_load(model, device), Path(model).name, knobs)
+
+
+def _serve_one(model: str, policy: str | None, slots: int, queue: int, device: str) -> LocalBackend:
+    """Returns a model in an engine of its own."""
+    from clover.backends.local import LocalBackend
+    from clover.diffusion.policies import CausalPolicy
+    from clover.engine.engine import EngineConfig
+
+    checkpoint = _load(model, device)
+    chosen = _choose_policy(policy, None, None)
+    if checkpoint.config.diffusion is None and not isinstance(chosen, CausalPolicy):
+        chosen = None  # a parent beside the models that the policy is for
+    return LocalBackend(
+        checkpoint,
+        model=Path(model).name,
+        config=EngineConfig(num_slots=slots, max_waiting=queue),
+        policy=chosen,
+    )
+
+
+def _load(model: str, device: str) -> LoadedCheckpoint:
     import torch
 
     from clover.checkpoint.load import load_checkpoint, resolve_checkpoint
-    from clover.cli_reply import Writer
 
     place = _choose_device(device)
     # On a CPU fp32 is exact and no slower; on a GPU the weights keep the dtype they lie in.
     dtype: Any = torch.float32 if place.type == "cpu" else "auto"
-    checkpoint = load_checkpoint(resolve_checkpoint(model), dtype=dtype, device=place)
-    return Writer(checkpoint, Path(model).name, knobs)
+    return load_checkpoint(resolve_checkpoint(model), dtype=dtype, device=place)
 
 
 def _choose_device(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from clover.chat import Message
 
 MASK_GLYPH = "░░"
 # Redraws in a second. More would not be seen, and each costs a few milliseconds of one core.
@@ -47,6 +50,14 @@ class Pane:
     def tokens_per_forward(self) -> float:
         """TPF. The passes are known at the end."""
         return self.tokens / self.passes
+
+
+def plain_answer(message: Message) -> str:
+    """Returns what a pipe gets: the content, then each tool call as a line of JSON; no thinking."""
+    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    lines = [message.content.strip() if calls else message.content]
+    lines += [json.dumps(call, ensure_ascii=False, default=dict) for call in calls]
+    return "\n".join(line for line in lines if line)
 
 
 def summary(pane: Pane) -> str:
@@ -90,7 +101,7 @@ def render_reply(pane: Pane) -> Text:
     """Returns committed text, then the block at work: guesses dim, masks as cells."""
     text = Text(_printable(pane.committed), overflow="fold")
     if pane.starts_in_thinking:
-        text.highlight_regex(THINKING_PATTERN, style="italic")
+        text.highlight_regex(THINKING_PATTERN, style="dim italic")
     text.highlight_regex(TAG_PATTERN, style="dim")
     for cell in pane.cells:
         text.append(MASK_GLYPH if cell is None else _printable(cell), style="cyan dim")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from clover.backends.local import choose_sampling
 from clover.chat import ChatTemplate, Message, parse_reply
-from clover.checkpoint.load import GenerationDefaults, LoadedCheckpoint
-from clover.cli_display import Pane, Screen
+from clover.checkpoint.load import LoadedCheckpoint
+from clover.cli_display import Pane, Screen, plain_answer
 from clover.diffusion.generate import (
     BlockCommitted,
     CanvasUpdated,
@@ -23,8 +22,7 @@ from clover.diffusion.generate import (
     generate,
     reserved_token_ids,
 )
-from clover.diffusion.policies import Autoregressive, Policy, Threshold
-from clover.diffusion.sampling import SamplingParams
+from clover.diffusion.policies import Autoregressive, CausalPolicy, Exact, Policy
 from clover.engine.grammar import GrammarCompiler
 from clover.engine.lark import AnswerFormat
 from clover.errors import GenerationError, RequestError
@@ -69,11 +67,11 @@ class Writer:
         self.checkpoint = checkpoint
         self.title = title
         config = checkpoint.config
-        self.policy = knobs.policy or (Threshold() if config.diffusion else Autoregressive())
-        if knobs.block_size is not None and isinstance(self.policy, Autoregressive):
+        self.policy = knobs.policy or (Exact() if config.diffusion else Autoregressive())
+        if knobs.block_size is not None and isinstance(self.policy, CausalPolicy):
             raise RequestError(
-                f"block_size is {knobs.block_size}, but the policy of {title} is autoregressive, "
-                "which has no blocks; leave it out"
+                f"block_size is {knobs.block_size}, but the policy of {title} is autoregressive or "
+                "prompt_lookup, which have no blocks; leave it out"
             )
         self.mask_token_id = config.diffusion.mask_token_id if config.diffusion else None
         self.reserved_ids = reserved_token_ids(config, len(checkpoint.tokenizer))
@@ -107,24 +105,6 @@ class Writer:
             forbidden_token_ids=self.reserved_ids,
             block_size=knobs.block_size,
         )
-
-
-def choose_sampling(
-    asked: Mapping[str, float | int], defaults: GenerationDefaults
-) -> SamplingParams:
-    """Returns the sampling that was asked for, filled up by what the model's authors recommend.
-
-    Without a recommendation to sample, text is greedy.
-    """
-    recommended: dict[str, Any] = {}
-    if defaults.do_sample:
-        recommended = {
-            name: value
-            for name, value in dataclasses.asdict(defaults).items()
-            if name != "do_sample" and value is not None
-        }
-        recommended = {"temperature": 1.0} | recommended
-    return SamplingParams(**recommended | dict(asked))
 
 
 class Reply:
@@ -170,12 +150,8 @@ class Reply:
 
     @property
     def answer(self) -> str:
-        """What a pipe gets: the content, then each tool call as a line of JSON; no thinking."""
-        message = self.message
-        calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-        lines = [message.content.strip() if calls else message.content]
-        lines += [json.dumps(call, ensure_ascii=False, default=dict) for call in calls]
-        return "\n".join(line for line in lines if line)
+        """What a pipe gets."""
+        return plain_answer(self.message)
 
     def step(self) -> None:
         """Runs the model up to its next event."""

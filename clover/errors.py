@@ -8,7 +8,11 @@
     |-- PromptError       a prompt that cannot be answered: empty, too long, holding reserved ids
     |-- RequestError      a request knob outside its range
     |-- GenerationError   decoding that cannot go on (for example NaN logits)
+    |-- CapacityError     a request too many for an engine and its queue
+    |-- EngineClosedError an engine that no longer serves
+    |-- RemoteError       a server elsewhere that cannot be reached, or breaks off
     |-- TaskError         an unknown task family or split
+    |-- BenchmarkError    texts that have to be equal and are not: nothing is worth timing
     `-- TrainingError     training that cannot go on (for example a loss that is not finite)
         `-- TrainingInputError  data or options that a training run cannot start from
 
@@ -50,8 +54,24 @@ class GenerationError(CloverError):
     """Decoding that cannot go on, for example because logits are NaN."""
 
 
+class CapacityError(CloverError):
+    """One request more than an engine and its queue can hold: try again later."""
+
+
+class EngineClosedError(CloverError):
+    """An engine that was closed, or stopped by an error, before a request came to its end."""
+
+
+class RemoteError(CloverError):
+    """A server elsewhere that cannot be reached, does not take the key, fails or breaks off."""
+
+
 class TaskError(CloverError, ValueError):
     """An unknown task family or split."""
+
+
+class BenchmarkError(CloverError):
+    """Two decoders that have to write the same text do not: their speeds say nothing."""
 
 
 class TrainingError(CloverError):

@@ -130,6 +130,12 @@ class IncrementalDecoder:
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    @property
+    def is_inside_character(self) -> bool:
+        """Whether the bytes so far end within a character."""
+        pending, _ = self._decoder.getstate()
+        return bool(pending)
+
     def push(self, ids: Sequence[int]) -> str:
         """Returns the whole characters that the ids complete."""
         return self._decoder.decode(self._tokenizer.to_bytes(ids, skip_special=self._skip_special))

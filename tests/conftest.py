@@ -22,6 +22,8 @@ from clover.config import (
 if TYPE_CHECKING:
     import torch
 
+    from clover.model.transformer import CloverForCausalLM
+
 Variant = Literal["moe", "dense"]
 
 # Model passes take an uneven time, so there is no deadline; CI draws the same examples every time.
@@ -92,3 +94,20 @@ def seeded() -> Iterator[torch.Generator]:
         yield torch.manual_seed(0)
     finally:
         torch.set_rng_state(state)
+
+
+@pytest.fixture(scope="session")
+def lively_model() -> CloverForCausalLM:
+    """A tiny random model without EOS whose text varies and whose confidences differ."""
+    import torch
+
+    from clover.model.transformer import CloverForCausalLM
+
+    model = CloverForCausalLM(make_tiny_config(eos_token_ids=()))
+    model.init_weights(torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4)  # a lively text instead of one token for ever
+        model.lm_head.weight.mul_(8)
+    return model

@@ -6,7 +6,10 @@ and never see the model.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -60,12 +63,60 @@ class Exact:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Relaxed:
+    """Drafts and verifies as `Exact` does, but keeps a draft token that comes close enough.
+
+    The dial between `Exact`, which it is at tolerance 0, and trust in every draft: a pass keeps
+    more of its drafts, and the text is no longer that of the autoregressive sampler.
+
+    Attributes:
+        tolerance: In nats: a draft token is kept while its score, of which the autoregressive
+            sampler takes the best, is less than this below the best. Greedily that is how much less
+            likely it is than the most likely token; at a temperature logits are divided by it and
+            have the sampler's noise added before they are compared.
+        threshold: A draft ends before the first prediction that is less confident.
+    """
+
+    tolerance: float = 1.0
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < float("inf"):
+            raise RequestError(f"tolerance is {self.tolerance!r}; allowed: 0 or more nats, finite")
+        _check_probability("threshold", self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Autoregressive:
     """One token per pass through the commit operator: the baseline, and the parent's only way."""
 
 
-DiffusionPolicy = Threshold | EntropyBound | Exact
-Policy = DiffusionPolicy | Autoregressive
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLookup:
+    """Drafts what followed the text's last words where they last stood, and verifies as `Exact` does.
+
+    No pass is spent on a draft, so a parent can do it too.
+    Source: Prompt Lookup Decoding, Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding.
+
+    Attributes:
+        num_draft_tokens: Most tokens of a draft.
+        max_ngram_size: Most tokens by which a place is recognized; the longest match counts.
+    """
+
+    num_draft_tokens: int = 10
+    max_ngram_size: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("num_draft_tokens", "max_ngram_size"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
+
+
+SelfVerifiedPolicy = Exact | Relaxed  # previews draft, a commit verifies
+DiffusionPolicy = Threshold | EntropyBound | SelfVerifiedPolicy
+CausalPolicy = Autoregressive | PromptLookup  # no previews: a parent can do these
+VerifiedPolicy = SelfVerifiedPolicy | PromptLookup  # a draft, of which a commit keeps a prefix
+Policy = DiffusionPolicy | CausalPolicy
 
 
 def _check_probability(name: str, value: float) -> None:
@@ -82,7 +133,7 @@ def choose_positions(
 ) -> Tensor:
     """Returns which open positions to fill now, bool [..., n].
 
-    At least one where any is open, but for `exact`, whose drafts may be empty.
+    At least one where any is open, but for `exact` and `relaxed`, whose drafts may be empty.
 
     Args:
         policy: What decides.
@@ -95,7 +146,7 @@ def choose_positions(
             return keep_confident(confidence, is_open, threshold)
         case EntropyBound(bound=bound):
             return keep_low_entropy(entropy, is_open, bound)
-        case Exact(threshold=threshold):
+        case Exact(threshold=threshold) | Relaxed(threshold=threshold):
             return ((confidence >= threshold) & is_open).cumprod(-1).bool()
 
 
@@ -129,10 +180,40 @@ def keep_low_entropy(entropy: Tensor, is_open: Tensor, bound: float) -> Tensor:
     return torch.zeros_like(is_open).scatter(-1, order, before <= bound) & is_open
 
 
+def look_up(tokens: Sequence[int], *, max_ngram_size: int, max_tokens: int) -> list[int]:
+    """Returns what followed the end of `tokens` where it stood before; empty if it never did.
+
+    Of several places the one counts where most tokens agree, up to `max_ngram_size`, and of those
+    the last. What followed there and reaches the end of `tokens` goes on with its own beginning, as
+    it would if the text were periodic.
+    """
+    best_size, best_end = 0, 0
+    for end in range(len(tokens) - 1, 0, -1):
+        size = 0
+        while size < min(max_ngram_size, end) and tokens[end - 1 - size] == tokens[-1 - size]:
+            size += 1
+        if size > best_size:
+            best_size, best_end = size, end
+        if size == max_ngram_size:
+            break
+    if not best_size:
+        return []
+    return list(itertools.islice(itertools.cycle(tokens[best_end:]), max_tokens))
+
+
+MODES: Final[Mapping[str, Policy]] = {
+    "fast": Relaxed(tolerance=3.0),
+    "balanced": Relaxed(tolerance=1.0),
+    "exact": Exact(),
+}
+"""The dial for those who want no knobs, chosen from the measured frontier (docs/results.md)."""
+
+
 def parse_policy(text: str) -> Policy:
-    """Returns the policy that `NAME` or `NAME=VALUE` describes.
+    """Returns the policy that `NAME` or `NAME=VALUE` describes, `fast` and `balanced` among them.
 
     `threshold=0.9`, `entropy_bound=0.1` (nats), `exact=0.6` (drafts' least confidence),
+    `relaxed=1.0` (tolerance in nats), `prompt_lookup=10` (most tokens of a draft),
     `autoregressive`; a value left out is the policy's default.
 
     Raises:
@@ -147,19 +228,29 @@ def parse_policy(text: str) -> Policy:
                 return EntropyBound(bound=float(value))
             case "exact", True:
                 return Exact(threshold=float(value))
+            case "relaxed", True:
+                return Relaxed(tolerance=float(value))
+            case "prompt_lookup", True:
+                return PromptLookup(num_draft_tokens=int(value))
             case "threshold", False:
                 return Threshold()
             case "entropy_bound", False:
                 return EntropyBound()
             case "exact", False:
                 return Exact()
+            case "relaxed", False:
+                return Relaxed()
+            case "prompt_lookup", False:
+                return PromptLookup()
             case "autoregressive", False:
                 return Autoregressive()
+            case _ if text in MODES:
+                return MODES[text]
     except RequestError:
         raise
     except ValueError:
         pass  # not a number: the sentence below says what would be
     raise RequestError(
-        f"policy is {text!r}; allowed: threshold[=0..1], entropy_bound[=nats], "
-        "exact[=0..1], autoregressive"
+        f"policy is {text!r}; allowed: fast, balanced, exact[=0..1], relaxed[=nats], "
+        "threshold[=0..1], entropy_bound[=nats], prompt_lookup[=tokens], autoregressive"
     )

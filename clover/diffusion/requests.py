@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from clover.diffusion.constraint import ConstraintFactory
-from clover.diffusion.policies import Policy, Threshold
+from clover.diffusion.policies import Exact, Policy
 from clover.diffusion.sampling import SamplingParams
 from clover.errors import RequestError
 
-FinishReason = Literal["eos", "stop", "length", "context"]
+FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "timeout"]
 Decode = Callable[[Sequence[int]], str]
+MAX_TOP_LOGPROBS: Final = 20  # the OpenAI API's limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +31,24 @@ class GenerationRequest:
         draw: Which of several samples with the same seed this is.
         constraint: What the text has to be; None leaves it free. A text that is not cut by a limit
             or a stop string is valid.
+        top_logprobs: How many of the most likely tokens are named with each token's
+            log-probability, 0 to 20; None wants no log-probabilities. Text does not depend on it.
+            Tokens are given out once their log-probabilities are known, which in the block
+            policies is with the commit of their block; that of the last one is a pass more.
+        wants_confidence: Whether `CanvasUpdated` says how sure the model was. Off, nothing is copied
+            from the device for it.
     """
 
     prompt_ids: Sequence[int]
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    policy: Policy = field(default_factory=Threshold)
+    policy: Policy = field(default_factory=Exact)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     draw: int = 0
     constraint: ConstraintFactory | None = None
+    top_logprobs: int | None = None
+    wants_confidence: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -52,6 +61,26 @@ class GenerationRequest:
             raise RequestError(
                 "ignore_eos is true beside a constraint, whose text ends with EOS; leave one out"
             )
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}; allowed: None or 0 to {MAX_TOP_LOGPROBS}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """How likely a final token was; see `diffusion.logprobs`.
+
+    Attributes:
+        token_id: The token.
+        logprob: Its log-probability, in nats.
+        top: The most likely ids in its place, whether drawn or not, with their log-probabilities;
+            the likeliest first. It may name ids that are never drawn.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +89,9 @@ class GenerationStats:
 
     The prompt without its last token is prefilled, and not counted. From there on `passes` counts
     every forward that served this row; one that commits a block and previews the next is one pass,
-    and so is a verification, which counts as a commit. The last tokens of a text are never
-    committed, as nothing follows them. An autoregressive answer of n tokens takes n passes, less one
-    for each token that a constraint forces.
+    and so is a verification, which counts as a commit. The last tokens of a text are not committed,
+    as nothing follows them, unless their log-probabilities are wanted. An autoregressive answer of n
+    tokens takes n passes, less one for each token that a constraint forces.
 
     Attributes:
         tokens: Tokens produced, EOS included.
@@ -70,6 +99,7 @@ class GenerationStats:
         commits: Passes that committed tokens of this row.
         passes: Forward passes that served this row.
         seconds: From the start of generation to this row's end, prefill included.
+        cached_tokens: Prompt tokens that a prefix cache had; nobody committed them for this row.
     """
 
     tokens: int
@@ -77,6 +107,7 @@ class GenerationStats:
     commits: int
     passes: int
     seconds: float
+    cached_tokens: int = 0
 
     @property
     def tpf(self) -> float:
@@ -95,9 +126,11 @@ class GenerationResult:
         token_ids: What was produced, without EOS. After a stop string it ends with the token that
             completed it.
         text: `token_ids` decoded and cut before the stop string; None without `decode`.
-        finish_reason: Which end came first.
+        finish_reason: Which end came first. `cancelled` and `timeout` come from an engine alone.
         stats: Tokens, passes, seconds.
         seed: What reproduces the answer.
+        logprobs: Those of `token_ids`, one each, so that EOS has none; None: none were wanted. Where
+            they were, a text that is cancelled or timed out ends with the last token that has one.
     """
 
     token_ids: tuple[int, ...]
@@ -105,6 +138,7 @@ class GenerationResult:
     finish_reason: FinishReason
     stats: GenerationStats
     seed: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,19 +149,26 @@ class CanvasUpdated:
         row: Index of the request.
         canvas: Ids that follow the final tokens, the mask id where still open.
         kept: Positions on the canvas filled by this pass.
+        confidence: Largest raw probability at each of `kept`; what a constraint forced may be
+            another token than the model's. Empty unless the request wants it.
     """
 
     row: int
     canvas: tuple[int, ...]
     kept: tuple[int, ...]
+    confidence: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCommitted:
-    """More tokens are final. Those of one row, joined, are the result's `token_ids`."""
+    """More tokens are final. Those of one row, joined, are the result's `token_ids`.
+
+    So are `logprobs`, one for each token, where they are wanted.
+    """
 
     row: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

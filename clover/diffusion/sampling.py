@@ -100,6 +100,14 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Proposals:
+    """Tokens that are drawn in place of better ones that are hardly better."""
+
+    tokens: Tensor  # int64 [B, n]; -1: none
+    tolerance: Tensor  # fp32 [B], in nats below the best; 0: only the best
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
     """What one pass says about each position."""
 
@@ -117,6 +125,7 @@ def predict(
     draws: Sequence[int] | None = None,
     counts: TokenCounts | None = None,
     allowed: Tensor | None = None,
+    proposals: Proposals | None = None,
 ) -> Prediction:
     """Returns drawn tokens, confidence and entropy at every position of every row.
 
@@ -128,13 +137,14 @@ def predict(
         draws: Per row, which of several samples with one seed this is; 0 when absent.
         counts: Needed when a row has penalties.
         allowed: bool [B, n, V], what a constraint leaves of the vocabulary; all when absent.
+        proposals: What is drawn where it is close enough to the best; see `draw_tokens`.
 
     Raises:
         GenerationError: A position has NaN or infinite logits, or no allowed token.
     """
     logits = remove_forbidden(logits, forbidden_ids, allowed)
     confidence, entropy = measure_certainty(logits)
-    tokens = draw_tokens(logits, params, positions, draws=draws, counts=counts)
+    tokens = draw_tokens(logits, params, positions, draws=draws, counts=counts, proposals=proposals)
     return Prediction(tokens=tokens, confidence=confidence, entropy=entropy)
 
 
@@ -173,16 +183,20 @@ def draw_tokens(
     *,
     draws: Sequence[int] | None = None,
     counts: TokenCounts | None = None,
+    proposals: Proposals | None = None,
 ) -> Tensor:
     """Returns int64 [B, n]: one token per position, each row under its own knobs.
 
     The Gumbel-max trick: argmax(logits / T + noise) is a draw from softmax(logits / T). The noise
     depends on nothing but (seed, position, draw, token id), so two decoders that meet the same
     logits at the same position draw the same token.
+
+    A proposed token is drawn where its score, of which the argmax is taken, is less than the
+    tolerance below the best.
     """
     scores = adjust_logits(logits, params, counts)
     if all(p.is_greedy for p in params):
-        return scores.argmax(-1)
+        return _take_best(scores, proposals)
     is_greedy = _per_row([p.is_greedy for p in params], logits)  # [B, 1, 1]
     temperature = _per_row([1.0 if p.is_greedy else p.temperature for p in params], logits)
     # The maximum goes first, so that a small temperature cannot overflow.
@@ -190,7 +204,17 @@ def draw_tokens(
     seeds = torch.tensor([p.seed or 0 for p in params], device=logits.device)
     draw_ids = torch.tensor(draws or [0] * len(params), device=logits.device)
     noise = gumbel_noise(seeds[:, None], positions, draw_ids[:, None], logits.shape[-1])
-    return (scaled + noise.masked_fill(is_greedy, 0.0)).argmax(-1)
+    return _take_best(scaled + noise.masked_fill(is_greedy, 0.0), proposals)
+
+
+def _take_best(scores: Tensor, proposals: Proposals | None) -> Tensor:
+    """Returns the argmax [B, n] of scores [B, n, V], or what is proposed and close enough to it."""
+    best, drawn = scores.max(-1)
+    if proposals is None:
+        return drawn
+    proposed = scores.gather(-1, proposals.tokens.clamp(min=0)[..., None])[..., 0]
+    is_close = (proposals.tokens >= 0) & (best - proposed < proposals.tolerance[:, None])
+    return torch.where(is_close, proposals.tokens, drawn)
 
 
 def adjust_logits(

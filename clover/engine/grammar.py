@@ -6,8 +6,11 @@ may follow: a `Constraint` of `clover/diffusion/constraint.py`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -20,13 +23,18 @@ from clover.errors import GenerationError, RequestError
 from clover.tokenizer import Tokenizer
 
 _SILENT: Final = 0
+_NUM_KEPT: Final = 64  # grammars; one of two tools takes 0.2 MB
 # llguidance appends the lines of the grammar that it complains of, which is not the user's text.
 _GRAMMAR_EXCERPT: Final = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 class GrammarCompiler:
-    """Compiles answer formats for one tokenizer and one model. Building it reads the vocabulary."""
+    """Compiles answer formats for one tokenizer and one model. Building it reads the vocabulary.
+
+    The grammars of the last formats are kept: agents send the same tools with every turn. May be used
+    from several threads.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Iterable[int]
@@ -52,6 +60,12 @@ class GrammarCompiler:
         self._vocabulary = LLTokenizer(
             TokenizerWrapper(_Vocabulary(tokenizer, min(self._eos_token_ids)))
         )
+        self._compile_kept = lru_cache(maxsize=_NUM_KEPT)(self._compile)
+
+    @property
+    def num_compiled(self) -> int:
+        """How often a format was compiled, because its grammar was not there yet, or no longer."""
+        return self._compile_kept.cache_info().misses
 
     def compile(self, form: AnswerFormat, *, starts_in_thinking: bool = False) -> Grammar:
         """Returns the grammar of an answer.
@@ -65,6 +79,10 @@ class GrammarCompiler:
             RequestError: The format uses what cannot be compiled, or no text satisfies it.
             PromptError: A tool has no name, or its parameters are not a JSON schema.
         """
+        return self._compile_kept(_Keyed(_write_key(form), form), starts_in_thinking)
+
+    def _compile(self, keyed: _Keyed, starts_in_thinking: bool) -> Grammar:
+        form = keyed.form
         lark = write_lark(form, token=self._write_token, starts_in_thinking=starts_in_thinking)
         added = sorted(self._tokenizer.added_token_ids)
         avoidance = write_avoidance(form, token_ids=added)
@@ -93,6 +111,20 @@ class GrammarCompiler:
                 "a format without it"
             )
         return f"<[{token_id}]>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed:
+    """A format, which holds mappings and cannot be hashed, known by a text that says all of it."""
+
+    key: str
+    form: AnswerFormat = field(compare=False)
+
+
+def _write_key(form: AnswerFormat) -> str:
+    """Returns the format as JSON, keys in their order: it decides the order of an answer's."""
+    fields = {name: getattr(form, name) for name in type(form).__slots__}
+    return json.dumps([type(form).__name__, fields], default=dict)
 
 
 class _Vocabulary:

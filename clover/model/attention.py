@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clover.config import ModelConfig
 from clover.model.cache import AttentionCache
-from clover.model.layers import RMSNorm, apply_rotary
+from clover.model.layers import ParallelLinears, RMSNorm, apply_rotary
 from clover.model.streams import Streams
 
 
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, self.num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, hidden, bias=False)
+        self.projections = ParallelLinears(self.q_proj, self.k_proj, self.v_proj)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
@@ -42,9 +43,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Returns the layer's output [B, L, D]; with a cache, writes this pass's keys and values there."""
         batch_size, num_tokens, _ = hidden_states.shape
-        q, gate = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).chunk(2, dim=-1)
-        k = self.k_proj(hidden_states).unflatten(-1, (self.num_kv_heads, -1))
-        v = self.v_proj(hidden_states).unflatten(-1, (self.num_kv_heads, -1))
+        q, k, v = self.projections(hidden_states)
+        q, gate = q.unflatten(-1, (self.num_heads, -1)).chunk(2, dim=-1)
+        k = k.unflatten(-1, (self.num_kv_heads, -1))
+        v = v.unflatten(-1, (self.num_kv_heads, -1))
         q = apply_rotary(self.q_norm(q), *rotary)
         k = apply_rotary(self.k_norm(k), *rotary)
         if cache is not None:

@@ -22,7 +22,10 @@ MIN_CAPACITY = 64
 
 
 class AttentionCache:
-    """Keys and values of one attention layer, [B, S + 1, heads, head_dim]; the last row is spare."""
+    """Keys and values of one attention layer, [R, S + 1, heads, head_dim], R >= B; the last is spare.
+
+    Sequences past the first B are room for those that may join.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys = keys
@@ -30,10 +33,11 @@ class AttentionCache:
 
     def write(self, k: Tensor, v: Tensor, rows: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         """Writes [B, L, heads, head_dim] at `rows` [B, L]; returns views of the first `num_keys` rows."""
-        batch = torch.arange(k.shape[0], device=k.device)[:, None]
+        batch_size = k.shape[0]
+        batch = torch.arange(batch_size, device=k.device)[:, None]
         self.keys[batch, rows] = k.to(self.keys.dtype)
         self.values[batch, rows] = v.to(self.values.dtype)
-        return self.keys[:, :num_keys], self.values[:, :num_keys]
+        return self.keys[:batch_size, :num_keys], self.values[:batch_size, :num_keys]
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns the tensors that make up this layer's cache."""
@@ -130,7 +134,7 @@ class Cache:
         if num_tokens <= self.capacity:
             return
         capacity = max(num_tokens, 2 * self.capacity, MIN_CAPACITY)
-        used = max(self.lengths)
+        used = max(self.lengths, default=0)
         for kv in self._attention_layers():
             kv.keys, kv.values = (_grown(x, capacity + 1, used) for x in (kv.keys, kv.values))
 
@@ -168,6 +172,40 @@ class Cache:
             layers.append(type(layer)(first, second))
         return Cache(self.config, layers, [self.lengths[row] for row in rows])
 
+    def extend(self, other: Cache) -> None:
+        """Appends copies of the rows of another cache."""
+        start, stop = self.batch_size, self.batch_size + other.batch_size
+        used = max(other.lengths, default=0)
+        self.reserve(used)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(mine, AttentionCache):
+                assert isinstance(theirs, AttentionCache)
+                mine.keys, mine.values = (_with_room(x, stop) for x in mine.tensors())
+                mine.keys[start:stop, :used] = theirs.keys[: stop - start, :used]
+                mine.values[start:stop, :used] = theirs.values[: stop - start, :used]
+            else:
+                assert isinstance(theirs, DeltaNetCache)
+                mine.conv_state = torch.cat([mine.conv_state, theirs.conv_state])
+                mine.recurrent_state = torch.cat([mine.recurrent_state, theirs.recurrent_state])
+        self.lengths = [*self.lengths, *other.lengths]
+        self.version += 1
+
+    def remove(self, row: int) -> None:
+        """Drops one row; the last one takes its place. The room stays for rows that come later."""
+        last = self.batch_size - 1
+        kept = [last if index == row else index for index in range(last)]
+        used = self.lengths[last]
+        for layer in self.layers:
+            if isinstance(layer, AttentionCache):
+                if row != last:
+                    layer.keys[row, :used] = layer.keys[last, :used]
+                    layer.values[row, :used] = layer.values[last, :used]
+            else:
+                layer.conv_state = layer.conv_state[kept]
+                layer.recurrent_state = layer.recurrent_state[kept]
+        self.lengths = [self.lengths[index] for index in kept]
+        self.version += 1
+
     def _attention_layers(self) -> Iterator[AttentionCache]:
         return (layer for layer in self.layers if isinstance(layer, AttentionCache))
 
@@ -176,6 +214,15 @@ def _grown(x: Tensor, num_rows: int, used: int) -> Tensor:
     """Returns `x` [B, S, ..] with `num_rows` rows, the first `used` kept."""
     grown = x.new_zeros(x.shape[0], num_rows, *x.shape[2:])
     grown[:, :used] = x[:, :used]
+    return grown
+
+
+def _with_room(x: Tensor, num_sequences: int) -> Tensor:
+    """Returns `x` [R, ..], or when R is too small a copy with at least twice as many sequences."""
+    if num_sequences <= x.shape[0]:
+        return x
+    grown = x.new_zeros(max(num_sequences, 2 * x.shape[0]), *x.shape[1:])
+    grown[: x.shape[0]] = x
     return grown
 
 

@@ -10,6 +10,7 @@ Hk key heads, H value heads, K / V head widths.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ from clover.model.delta_rule import (
     fla_delta_rule,
     has_fla,
 )
-from clover.model.layers import GatedRMSNorm, l2_norm
+from clover.model.layers import GatedRMSNorm, ParallelLinears, l2_norm
 from clover.model.streams import Streams
 
 # Where tau and b start: the announced values. The other two added parameters start at zero.
@@ -63,6 +64,9 @@ class DeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(hidden, shape.value_dim, bias=False)
         self.in_proj_b = nn.Linear(hidden, shape.num_v_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden, shape.num_v_heads, bias=False)
+        self.projections = ParallelLinears(
+            self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        )
         self.conv1d = nn.Conv1d(
             shape.conv_dim,
             shape.conv_dim,
@@ -92,12 +96,12 @@ class DeltaNet(nn.Module):
     ) -> tuple[Tensor, DeltaNetUpdate | None]:
         """Returns the layer's output [B, L, D] and, with a cache, what it would write there."""
         num_clean = streams.num_clean
-        mixed = self.in_proj_qkv(hidden_states)  # [B, L, C]
+        mixed, z, b, a = self.projections(hidden_states)  # [B, L, .]: C, H V, H, H
         clean, canvas = mixed[:, :num_clean], mixed[:, num_clean:]
         left = self._left_context(clean, cache)
         outputs, update = [], None
         if num_clean:
-            gates = hidden_states[:, :num_clean]
+            gates = b[:, :num_clean], a[:, :num_clean]
             keep_trace = keep_trace or streams.block_starts is not None
             output, update = self._commit(left, gates, streams, cache, keep_trace)
             outputs.append(output)
@@ -105,7 +109,7 @@ class DeltaNet(nn.Module):
             canvas = canvas.unflatten(1, (streams.num_blocks, streams.block_size))
             outputs.append(self._preview(canvas, left, streams, cache, update).flatten(1, 2))
         output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]  # [B, L, H, V]
-        z = self.in_proj_z(hidden_states).unflatten(-1, (self.shape.num_v_heads, -1))
+        z = z.unflatten(-1, (self.shape.num_v_heads, -1))
         output = self.out_proj(self.norm(output, z).flatten(2))
         return output, update if cache is not None else None
 
@@ -118,25 +122,25 @@ class DeltaNet(nn.Module):
     def _split_heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns unit-length fp32 q and k [.., Hk, K] and v [.., H, V] from conv outputs [.., C]."""
         shape = self.shape
-        sizes = [shape.key_dim, shape.key_dim, shape.value_dim]
-        q, k, v = F.silu(convolved).split(sizes, dim=-1)
-        q = l2_norm(q.unflatten(-1, (shape.num_k_heads, -1)).float())
-        k = l2_norm(k.unflatten(-1, (shape.num_k_heads, -1)).float())
+        qk, v = F.silu(convolved).split([2 * shape.key_dim, shape.value_dim], dim=-1)
+        q, k = l2_norm(qk.unflatten(-1, (2, shape.num_k_heads, -1)).float()).unbind(-3)
         return q, k, v.unflatten(-1, (shape.num_v_heads, -1))
 
     def _commit(
         self,
         left: Tensor,
-        hidden_states: Tensor,
+        gates: tuple[Tensor, Tensor],
         streams: Streams,
         cache: DeltaNetCache | None,
         keep_trace: bool,
     ) -> tuple[Tensor, DeltaNetUpdate]:
-        """Returns the causal operator's output over the clean tokens [B, T, H, V] and its update."""
+        """Returns the causal operator's output over the clean tokens [B, T, H, V] and its update.
+
+        `gates` are the projections b and a, [B, T, H] each.
+        """
         q, k, v = self._split_heads(self._causal_conv(left, streams))
-        beta = self.in_proj_b(hidden_states).float().sigmoid()
-        a = self.in_proj_a(hidden_states).float()
-        g = -self.A_log.float().exp() * F.softplus(a + self.dt_bias)
+        beta = gates[0].float().sigmoid()
+        g = -self.A_log.float().exp() * F.softplus(gates[1].float() + self.dt_bias)
         if streams.clean_mask is not None:
             # Padding must not touch the state: it writes nothing and forgets nothing.
             beta = beta * streams.clean_mask[..., None]
@@ -155,16 +159,15 @@ class DeltaNet(nn.Module):
         """Returns the causal depthwise convolution of the clean rows [B, T, C], documents kept apart."""
         kernel, num_clean = self.shape.conv_kernel_size, streams.num_clean
         documents = streams.document_ids
-        weight = self.conv1d.weight[:, 0].float()  # taps are summed in fp32, then rounded once
-        output = torch.zeros((), device=left.device)
+        taps = []
         for tap in range(kernel):
             rows = left[:, tap : tap + num_clean]
             distance = kernel - 1 - tap
             if documents is not None and distance:
                 before = F.pad(documents, (distance, 0), value=-1)[:, :num_clean]
                 rows = rows * (before == documents)[..., None]
-            output = output + rows * weight[:, tap]
-        return output.to(left.dtype)
+            taps.append(rows)
+        return _sum_taps(taps, self.conv1d.weight[:, 0])
 
     def _preview(
         self,
@@ -176,6 +179,9 @@ class DeltaNet(nn.Module):
     ) -> Tensor:
         """Returns the preview operator's output [B, M, n, H, V] for pre-conv canvas rows [B, M, n, C]."""
         ring, state = self._history(left, streams, cache, update)
+        mask = streams.canvas_mask
+        if mask is not None:
+            canvas = canvas * mask[:, None, :, None]  # the right taps must not read padding
         q, k, v = self._split_heads(self._canvas_conv(canvas, ring))
         num_heads = self.shape.num_v_heads
         q = expand_heads(q.flatten(0, 1), num_heads).transpose(1, 2)  # [B M, H, n, K]
@@ -190,6 +196,7 @@ class DeltaNet(nn.Module):
                 self.bd_softmax_logit_scale.float(),
                 self.bd_softmax_history_bias.float(),
                 self.bd_softmax_history_c.float(),
+                mask,
             )
         blocks: Tensor = output.transpose(1, 2).unflatten(0, canvas.shape[:2])
         return blocks
@@ -218,12 +225,10 @@ class DeltaNet(nn.Module):
     def _canvas_conv(self, canvas: Tensor, ring: Tensor) -> Tensor:
         """Returns the two-sided convolution: left taps over ring and block, right taps in the block."""
         block_size = canvas.shape[2]
-        weight = torch.cat([self.conv1d.weight[:, 0], self.conv_right_weight], dim=1).float()
+        weight = torch.cat([self.conv1d.weight[:, 0], self.conv_right_weight], dim=1)
         padded = F.pad(torch.cat([ring, canvas], dim=2), (0, 0, 0, self.shape.conv_kernel_size - 1))
-        output = torch.zeros((), device=canvas.device)
-        for tap in range(weight.shape[1]):
-            output = output + padded[:, :, tap : tap + block_size] * weight[:, tap]
-        return output.to(canvas.dtype)
+        taps = [padded[:, :, tap : tap + block_size] for tap in range(weight.shape[1])]
+        return _sum_taps(taps, weight)
 
 
 def history_slot_attention(
@@ -234,6 +239,7 @@ def history_slot_attention(
     logit_scale: Tensor,
     history_bias: Tensor,
     history_c: Tensor,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Returns the preview operator's mix of history and block: one softmax over both.
 
@@ -243,18 +249,36 @@ def history_slot_attention(
         state: [X, H, K, V], the state at the block's start.
         logit_scale: [H], tau, the temperature of the in-block logits.
         history_bias, history_c: [H], b and c: the history slot's logit is b + c log n.
+        mask: [X, n] bool, False for right padding, which is no part of the block and not counted
+            in its n; None: no padding. Outputs of padding mean nothing.
 
     Returns:
         [X, H, n, V], at the scale that the pretrained norm expects.
     """
-    block_size = q.shape[2]
     history = q @ state  # not scaled by K^-1/2: the same units as v
-    history_logit = history_bias + history_c * math.log(block_size)
     block_logits = logit_scale[:, None, None] * (q @ k.transpose(-1, -2))
-    slot = history_logit[:, None, None].expand(*block_logits.shape[:-1], 1)
+    if mask is None:
+        history_logit = (history_bias + history_c * math.log(q.shape[2]))[:, None, None]
+    else:
+        block_logits = block_logits.masked_fill(~mask[:, None, None], -torch.inf)
+        log_size = mask.sum(-1).clamp(min=1).log()  # [X]; a row of padding alone has no size
+        history_logit = (history_bias + history_c * log_size[:, None])[..., None, None]
+    slot = history_logit.expand(*block_logits.shape[:-1], 1)
     shares = torch.cat([slot, block_logits], dim=-1).softmax(dim=-1)
     mixed = shares[..., :1] * history + shares[..., 1:] @ v
     return mixed / math.sqrt(k.shape[-1])
+
+
+def _sum_taps(taps: Sequence[Tensor], weight: Tensor) -> Tensor:
+    """Returns the sum of the taps [.., C], each times its column of `weight` [C, taps].
+
+    Summed in fp32, then rounded once.
+    """
+    columns = weight.float().unbind(1)
+    output = taps[0].float() * columns[0]
+    for tap, column in zip(taps[1:], columns[1:], strict=True):
+        output = torch.addcmul(output, tap.float(), column)
+    return output.to(taps[0].dtype)
 
 
 def rows_before(left: Tensor, counts: Tensor, width: int) -> Tensor:

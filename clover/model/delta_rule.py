@@ -26,7 +26,9 @@ CHUNK_SIZE = 32
 def expand_heads(x: Tensor, num_heads: int) -> Tensor:
     """Returns `x` [B, T, Hk, K] with each key head repeated for its value heads, [B, T, H, K]."""
     repeats = num_heads // x.shape[2]
-    return x if repeats == 1 else x.repeat_interleave(repeats, dim=2)
+    if repeats == 1:
+        return x
+    return x.unsqueeze(3).expand(-1, -1, -1, repeats, -1).flatten(2, 3)
 
 
 def recurrent_delta_rule(
@@ -92,9 +94,12 @@ class DeltaTrace:
         chunk = (counts // chunk_size).clamp(max=num_chunks - 1)  # [B, M]
         offset = counts - chunk * chunk_size  # 0..C
         batch = torch.arange(counts.shape[0], device=counts.device)[:, None]
-        # Advanced indices on axes 0 and 2 come first in the result: [B, M, H, ...].
-        k, u = self.k[batch, :, chunk], self.u[batch, :, chunk]
-        state, g = self.chunk_states[batch, :, chunk], self.cumulative_g[batch, :, chunk]
+        parts = (self.k, self.u, self.chunk_states, self.cumulative_g)
+        if num_chunks == 1:  # as in decoding: views of it
+            k, u, state, g = (x[:, :, 0].unsqueeze(1) for x in parts)
+        else:  # advanced indices on axes 0 and 2 come first in the result
+            k, u, state, g = (x[batch, :, chunk] for x in parts)  # [B, M, H, ...]
+        g = g.expand(-1, counts.shape[1], -1, -1)
         g_before = F.pad(g, (1, 0)).gather(-1, offset[:, :, None, None].expand(*g.shape[:3], 1))
         written = torch.arange(chunk_size, device=counts.device) < offset[..., None]  # [B, M, C]
         carries = g_before.exp()  # [B, M, H, 1]
@@ -131,6 +136,8 @@ def chunk_delta_rule(
         chunk_size: tokens per chunk.
     """
     assert document_ids is None or initial_state is None, "packed documents start from zeros"
+    if v.shape[1] == 1 and document_ids is None:
+        return _single_token(q, k, v, g, beta, initial_state)
     num_tokens, num_heads = v.shape[1:3]
     chunk_size = max(1, min(chunk_size, num_tokens))
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -195,6 +202,33 @@ def chunk_delta_rule(
         documents=documents,
     )
     return o, trace
+
+
+def _single_token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, DeltaTrace]:
+    """Returns `chunk_delta_rule` of one token, T = 1: the recurrence itself, without a system."""
+    num_heads = v.shape[2]
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k = expand_heads(q, num_heads), expand_heads(k, num_heads)
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # [B, H, 1, .]
+    g, beta = (x.to(dtype).transpose(1, 2).unsqueeze(-1) for x in (g, beta))  # [B, H, 1, 1]
+    before = v.new_zeros(v.shape[0], num_heads, k.shape[-1], v.shape[-1])
+    if initial_state is not None:
+        before = initial_state.to(dtype)
+    decayed = g.exp() * before
+    u = beta * (v - k @ decayed)
+    state = decayed + k.transpose(-1, -2) * u
+    output = k.shape[-1] ** -0.5 * (q @ state)
+    trace = DeltaTrace(
+        k=k.unsqueeze(2),
+        u=u.unsqueeze(2),
+        cumulative_g=g[..., 0].unsqueeze(2),
+        chunk_states=before.unsqueeze(2),
+        final_state=state,
+        documents=None,
+    )
+    return output.transpose(1, 2), trace
 
 
 def _chunked(x: Tensor, chunk_size: int) -> Tensor:

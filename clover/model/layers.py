@@ -5,6 +5,8 @@ Shapes: B rows, L tokens, D hidden width, R rotary width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x` normalised over its last axis, in the dtype of `x`."""
-        return F.rms_norm(x.float(), x.shape[-1:], 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -36,8 +38,44 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """Returns norm(x) * silu(z) in the dtype of `z`. `x` may be fp32 beside a bf16 `z`."""
         # The product with the weight happens in the model's dtype, as in the parent.
-        normed = F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(z.dtype)
+        normed = rms_norm(x, None, self.eps).to(z.dtype)
         return ((self.weight * normed) * F.silu(z.float())).to(z.dtype)
+
+
+class ParallelLinears:
+    """Linear layers of one input: several products, or, once packed, one.
+
+    Packing lays the weights side by side in one tensor of which each is then a view, so that names,
+    checkpoints and memory stay as they are. With gradients the layers are called one by one; so they
+    are when a weight has been moved away since.
+    """
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        """Joins layers without biases."""
+        self._linears = linears
+        self._sizes = [linear.out_features for linear in linears]
+        self._packed: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """Returns each layer's output for `x` [.., D]."""
+        packed = self._packed
+        if packed is None or torch.is_grad_enabled() or not self._is_packed(packed):
+            return [linear(x) for linear in self._linears]
+        outputs: tuple[Tensor, ...] = F.linear(x, packed).split(self._sizes, dim=-1)
+        return outputs
+
+    def pack(self) -> None:
+        """Makes one product of all, for passes without gradients."""
+        if self._packed is not None and self._is_packed(self._packed):
+            return
+        packed = torch.cat([linear.weight.detach() for linear in self._linears])
+        for linear, part in zip(self._linears, packed.split(self._sizes), strict=True):
+            linear.weight.data = part
+        self._packed = packed
+
+    def _is_packed(self, packed: Tensor) -> bool:
+        parts = zip(self._linears, packed.split(self._sizes), strict=True)
+        return all(linear.weight.data_ptr() == part.data_ptr() for linear, part in parts)
 
 
 class SwiGLU(nn.Module):
@@ -48,11 +86,26 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.projections = ParallelLinears(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the MLP's output, shape of `x`."""
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.projections(x)
+        down: Tensor = self.down_proj(F.silu(gate) * up)
         return down
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Returns fp32 `x` over the root of its mean square, times `weight`; over the last axis.
+
+    torch has a kernel for it on CUDA. On a CPU it takes twice the operations that are needed, and a
+    decoding pass is bound by their number.
+    """
+    x = x.float()
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    normed = x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    return normed if weight is None else normed * weight
 
 
 def l2_norm(x: Tensor) -> Tensor:

@@ -20,11 +20,6 @@ from clover.config import MoeConfig
 from clover.model.layers import SwiGLU
 from clover.model.streams import Streams
 
-# In a small pass over few experts, computing every expert for every token in three batched products
-# beats gathering each expert's tokens: such a pass is bound by overhead, not by arithmetic.
-DENSE_MAX_TOKENS = 64
-DENSE_MAX_EXPERTS = 16
-
 
 class Experts(nn.Module):
     """The routed experts' weights, fused: gate rows first in `gate_up_proj`."""
@@ -42,11 +37,10 @@ class Experts(nn.Module):
             x: [X, D].
             weights, indices: [X, A], the router's choice.
         """
-        num_experts = self.gate_up_proj.shape[0]
-        if x.shape[0] <= DENSE_MAX_TOKENS and num_experts <= DENSE_MAX_EXPERTS:
-            return self._forward_dense(x, weights, indices)
         if x.is_cuda and not torch.is_grad_enabled():
             return self._forward_grouped(x, weights, indices)
+        if x.shape[0] == 1:
+            return self._forward_one(x, weights, indices)
         return self._forward_sorted(x, weights, indices)
 
     def forward_reference(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
@@ -58,29 +52,27 @@ class Experts(nn.Module):
                 output[token] += weight * (self.down_proj[expert] @ (F.silu(gate) * up))
         return output
 
-    def _forward_dense(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """Computes every expert for every token and keeps the chosen ones."""
-        share = torch.zeros(x.shape[0], self.gate_up_proj.shape[0], dtype=x.dtype, device=x.device)
-        share = share.scatter(1, indices, weights.to(x.dtype))  # [X, E]
-        gate, up = (x @ self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)  # [E, X, I] each
-        output = (F.silu(gate) * up * share.t().unsqueeze(-1)) @ self.down_proj.transpose(1, 2)
-        return output.sum(0)
+    def _forward_one(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """Reads one token's experts, and no others: an autoregressive step is bound by that."""
+        x, gate_up_proj, down_proj = _autocast(x, self.gate_up_proj, self.down_proj)
+        outputs = [_swiglu(x, gate_up_proj[i], down_proj[i]) for i in indices[0].tolist()]
+        return weights.to(x.dtype) @ torch.cat(outputs)
 
     def _forward_sorted(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """Sorts the token-expert pairs by expert: one product per expert that is used."""
+        """Sorts the token-expert pairs by expert: two products per expert that is used."""
         x, gate_up_proj, down_proj = _autocast(x, self.gate_up_proj, self.down_proj)
-        per_token = indices.shape[1]
-        order = indices.flatten().argsort(stable=True)
-        counts = indices.flatten().bincount(minlength=self.gate_up_proj.shape[0]).tolist()
-        tokens = order // per_token
-        outputs = []
-        experts = zip(
-            x[tokens].split(counts), gate_up_proj.unbind(), down_proj.unbind(), strict=True
-        )
-        for rows, gate_up, down in experts:
-            if len(rows):
-                gate, up = F.linear(rows, gate_up).chunk(2, dim=-1)
-                outputs.append(F.linear(F.silu(gate) * up, down))
+        experts, order = indices.flatten().sort(stable=True)
+        counts = experts.bincount(minlength=gate_up_proj.shape[0]).tolist()
+        tokens = order // indices.shape[1]
+        # Unbound once: the gradient of an index per expert would fill a whole tensor for each of them
+        has_gradients = torch.is_grad_enabled()
+        gate_up = gate_up_proj.unbind() if has_gradients else gate_up_proj
+        down = down_proj.unbind() if has_gradients else down_proj
+        outputs = [
+            _swiglu(rows, gate_up[expert], down[expert])
+            for expert, rows in enumerate(x[tokens].split(counts))
+            if counts[expert]
+        ]
         chosen = torch.cat(outputs) * weights.flatten()[order, None].to(x.dtype)
         return torch.zeros_like(x).index_add(0, tokens, chosen.to(x.dtype))
 
@@ -104,6 +96,12 @@ class Experts(nn.Module):
         rows = torch.empty_like(rows).index_copy_(0, order, rows).unflatten(0, (-1, per_token))
         output: Tensor = (rows * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
         return output
+
+
+def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Returns one expert's output for rows `x` [.., D]; its weights are [2 I, D] and [D, I]."""
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
@@ -135,7 +133,7 @@ class SparseMoe(nn.Module):
                 [streams.num_clean, streams.num_blocks * streams.block_size], dim=1
             )
             blocks = canvas.unflatten(1, (streams.num_blocks, streams.block_size))
-            blocks = restrict_to_coreset(blocks, coreset_size)
+            blocks = restrict_to_coreset(blocks, coreset_size, streams.canvas_mask)
             probabilities = torch.cat([clean, blocks.flatten(1, 2)], dim=1)
         weights, indices = probabilities.flatten(0, 1).topk(self.num_experts_per_tok, dim=-1)
         # A token may give every admitted expert a probability of 0 in fp32: it then has none.
@@ -186,7 +184,9 @@ def _removed_at_the_end(hooks: Sequence[RemovableHandle]) -> Iterator[None]:
             hook.remove()
 
 
-def restrict_to_coreset(probabilities: Tensor, coreset_size: int) -> Tensor:
+def restrict_to_coreset(
+    probabilities: Tensor, coreset_size: int, mask: Tensor | None = None
+) -> Tensor:
     """Returns the router's probabilities with every expert outside the block's coreset at zero.
 
     An expert's score is its highest probability over the tokens of the block; the `coreset_size`
@@ -195,10 +195,12 @@ def restrict_to_coreset(probabilities: Tensor, coreset_size: int) -> Tensor:
     Args:
         probabilities: [..., n, E].
         coreset_size: experts admitted, at least the experts per token.
+        mask: [B, n] bool, False for right padding, which has no say; probabilities [B, 1, n, E].
     """
     if coreset_size >= probabilities.shape[-1]:
         return probabilities
-    scores = probabilities.amax(dim=-2, keepdim=True)  # [..., 1, E]
+    voters = probabilities if mask is None else probabilities * mask[:, None, :, None]
+    scores = voters.amax(dim=-2, keepdim=True)  # [..., 1, E]
     admitted = torch.zeros_like(scores, dtype=torch.bool)
     admitted = admitted.scatter(-1, scores.topk(coreset_size, dim=-1).indices, True)
     return probabilities.masked_fill(~admitted, 0.0)

@@ -29,6 +29,7 @@ class Streams:
         attention_mask: [B, 1, L, S] bool, True where a token may look; None: see `is_causal`.
         is_causal: without a mask, whether attention is plainly causal or sees every key.
         clean_mask: [B, T] bool, False for right padding; None: every clean token is valid.
+        canvas_mask: [B, n] bool, False for right padding; None: every canvas token is valid.
         num_valid: [B] int64, valid clean tokens of each row (cached passes only).
         document_ids: [B, T], packed training rows only.
         block_starts: [B, M], clean tokens of the row before each block (training only).
@@ -45,6 +46,7 @@ class Streams:
     attention_mask: Tensor | None
     is_causal: bool = False
     clean_mask: Tensor | None = None
+    canvas_mask: Tensor | None = None
     num_valid: Tensor | None = None
     document_ids: Tensor | None = None
     block_starts: Tensor | None = None
@@ -120,6 +122,7 @@ def cached_streams(
     num_clean: int,
     block_size: int,
     *,
+    canvas_lengths: Sequence[int] | None = None,
     spare_row: int,
     device: torch.device,
 ) -> Streams:
@@ -130,24 +133,33 @@ def cached_streams(
         num_valid: valid clean tokens of each row, the rest is right padding.
         num_clean: T.
         block_size: n, 0 for a pass without a canvas.
+        canvas_lengths: valid canvas tokens of each row, the rest is right padding; None: all n.
         spare_row: the cache row that takes the keys of padding, which nobody looks at.
         device: where the tensors go.
     """
-    length, valid = torch.tensor([lengths, num_valid], device=device)[..., None]  # [B, 1] each
+    if canvas_lengths is None:
+        canvas_lengths = [block_size] * len(lengths)
+    counts = torch.tensor([lengths, num_valid, canvas_lengths], device=device)
+    length, valid, canvas_length = counts[..., None]  # [B, 1] each
     clean = torch.arange(num_clean, device=device)
     clean_mask = clean < valid  # [B, T]
     clean_positions = length + torch.minimum(clean, (valid - 1).clamp(min=0))
-    canvas_positions = length + valid + torch.arange(block_size, device=device)
-    block_end = (length + valid + block_size - 1).expand_as(canvas_positions)
+    canvas = torch.arange(block_size, device=device)
+    canvas_mask = canvas < canvas_length  # [B, n]
+    canvas_positions = length + valid + canvas
+    # A row with neither history nor canvas has padding alone; it must look somewhere, or it is NaN.
+    block_end = (length + valid + canvas_length - 1).clamp(min=0).expand_as(canvas_positions)
     last_visible = torch.cat([clean_positions, block_end], dim=1)  # [B, L]
-    num_keys = max(map(sum, zip(lengths, num_valid, strict=True))) + block_size
+    num_keys = max(map(sum, zip(lengths, num_valid, canvas_lengths, strict=True)))
     # One length for all, and one token or one block: everybody sees every key, no mask is needed.
-    is_uniform = len(set(lengths)) == 1 and len(set(num_valid)) == 1
-    sees_all = is_uniform and (num_valid[0] == num_clean) and num_clean + min(block_size, 1) == 1
+    is_uniform = all(len(set(x)) == 1 for x in (lengths, num_valid, canvas_lengths))
+    is_full = num_valid[0] == num_clean and canvas_lengths[0] == block_size
+    sees_all = is_uniform and is_full and num_clean + min(block_size, 1) == 1
     mask = None
     if not sees_all:
         mask = (torch.arange(num_keys, device=device) <= last_visible[..., None]).unsqueeze(1)
     is_padded = any(count < num_clean for count in num_valid)
+    is_canvas_padded = any(count < block_size for count in canvas_lengths)
     return Streams(
         num_clean=num_clean,
         num_blocks=1 if block_size else 0,
@@ -155,9 +167,14 @@ def cached_streams(
         position_ids=torch.cat([clean_positions, canvas_positions], dim=1),
         attention_mask=mask,
         clean_mask=clean_mask if is_padded else None,
+        canvas_mask=canvas_mask if is_canvas_padded else None,
         num_valid=valid[:, 0],
         kv_rows=torch.cat(
-            [clean_positions.masked_fill(~clean_mask, spare_row), canvas_positions], dim=1
+            [
+                clean_positions.masked_fill(~clean_mask, spare_row),
+                canvas_positions.masked_fill(~canvas_mask, spare_row),
+            ],
+            dim=1,
         ),
         num_keys=num_keys,
     )

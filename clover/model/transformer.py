@@ -1,7 +1,8 @@
 """The whole model: one class for the autoregressive parent and for Clover, and its passes.
 
-`forward` and `two_stream` are for training; `prefill`, `commit`, `preview`, `commit_and_preview` and
-`verify` run over a cache. All of them are one walk over the layers with another layout of tokens.
+`forward` and `two_stream` are for training; `prefill`, `commit`, `preview`, `commit_and_preview`,
+`verify`, `verify_and_preview` and `mixed_pass` run over a cache. All of them are one walk over the layers
+with another layout of tokens.
 
 Shapes: B rows, T clean tokens, M blocks of n canvas tokens, L = T + M n, D hidden width, V vocabulary.
 """
@@ -157,6 +158,15 @@ class CloverForCausalLM(nn.Module):
             self.config, batch_size, capacity=capacity, dtype=self.dtype, device=self.device
         )
 
+    def pack_projections(self) -> None:
+        """Makes one product of linear layers that have one input, for passes without gradients.
+
+        Names, values and memory stay; call it once the weights are where they will be used.
+        """
+        for module in self.modules():
+            if isinstance(module, Attention | DeltaNet | SwiGLU):
+                module.projections.pack()
+
     def forward(self, input_ids: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
         """Returns the causal logits [B, T, V] of whole sequences, with autograd and without a cache.
 
@@ -166,7 +176,7 @@ class CloverForCausalLM(nn.Module):
                 Negative: padding.
         """
         hidden_states, _ = self.model(input_ids, causal_streams(input_ids, document_ids), None)
-        return self._logits(hidden_states)
+        return self.logits(hidden_states)
 
     def two_stream(
         self,
@@ -194,8 +204,13 @@ class CloverForCausalLM(nn.Module):
         )
         token_ids = torch.cat([input_ids, canvas.flatten(1)], dim=1)
         hidden_states, _ = self.model(token_ids, streams, None)
-        clean, noised = self._logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)
+        clean, noised = self.logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)
         return clean, noised.unflatten(1, canvas.shape[1:])
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """Returns fp32 logits [.., V] of normed hidden states [.., D]."""
+        logits: Tensor = self.lm_head(hidden_states)
+        return logits.float()
 
     @torch.no_grad()
     def prefill(
@@ -225,7 +240,7 @@ class CloverForCausalLM(nn.Module):
                 if count and remaining[row] == count:
                     last_hidden[row] = hidden_states[row, count - 1]
             remaining = [left - count for left, count in zip(remaining, counts, strict=True)]
-        return self._logits(last_hidden)
+        return self.logits(last_hidden)
 
     @torch.no_grad()
     def commit(
@@ -241,7 +256,7 @@ class CloverForCausalLM(nn.Module):
         counts = _row_counts(input_ids, lengths)
         hidden_states, updates = self._cached_pass(cache, input_ids, None, counts, False)
         _apply(cache, updates, counts, is_whole=True)
-        return self._logits(hidden_states)
+        return self.logits(hidden_states)
 
     @torch.no_grad()
     def preview(self, cache: Cache, canvas: Tensor) -> Tensor:
@@ -249,7 +264,7 @@ class CloverForCausalLM(nn.Module):
         self._require_diffusion()
         nothing = canvas[:, :0]
         hidden_states, _ = self._cached_pass(cache, nothing, canvas, [0] * len(canvas), False)
-        return self._logits(hidden_states)
+        return self.logits(hidden_states)
 
     @torch.no_grad()
     def commit_and_preview(
@@ -268,7 +283,7 @@ class CloverForCausalLM(nn.Module):
         counts = _row_counts(input_ids, lengths)
         hidden_states, updates = self._cached_pass(cache, input_ids, canvas, counts, False)
         _apply(cache, updates, counts, is_whole=True)
-        committed, previewed = self._logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)
+        committed, previewed = self.logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)
         return committed, previewed
 
     @torch.no_grad()
@@ -278,7 +293,44 @@ class CloverForCausalLM(nn.Module):
         """Returns the AR logits [B, T, V] of tokens not yet committed, and the transaction."""
         counts = _row_counts(input_ids, lengths)
         hidden_states, updates = self._cached_pass(cache, input_ids, None, counts, True)
-        return self._logits(hidden_states), Transaction(cache, updates, counts, cache.version)
+        return self.logits(hidden_states), Transaction(cache, updates, counts, cache.version)
+
+    @torch.no_grad()
+    def mixed_pass(
+        self,
+        cache: Cache,
+        input_ids: Tensor,
+        canvas: Tensor,
+        lengths: Sequence[int],
+        canvas_lengths: Sequence[int],
+        *,
+        keep_trace: bool = False,
+    ) -> tuple[Tensor, Transaction]:
+        """Runs rows that are in different phases: each has clean tokens, a canvas, both or neither.
+
+        A canvas sees its row's history and all of its row's clean tokens, as in `commit_and_preview`.
+        Nothing is committed before the transaction is.
+
+        Args:
+            cache: the cache to read, and to extend by committing the transaction.
+            input_ids: [B, T] clean tokens, right-padded. T may be 0.
+            canvas: [B, n], right-padded. n may be 0.
+            lengths: valid clean tokens of each row.
+            canvas_lengths: valid canvas tokens of each row.
+            keep_trace: whether a row may accept fewer than its clean tokens.
+
+        Returns:
+            The normed hidden states [B, T + n, D], for `logits` to read where they are needed (those
+            of padding mean nothing), and the transaction over the clean tokens.
+        """
+        if canvas.shape[1]:
+            self._require_diffusion()
+        counts = _row_counts(input_ids, lengths)
+        sizes = _row_counts(canvas, canvas_lengths)
+        hidden_states, updates = self._cached_pass(
+            cache, input_ids, canvas, counts, keep_trace, sizes
+        )
+        return hidden_states, Transaction(cache, updates, counts, cache.version)
 
     @torch.no_grad()
     def verify_and_preview(
@@ -296,7 +348,7 @@ class CloverForCausalLM(nn.Module):
         self._require_diffusion()
         counts = _row_counts(input_ids, lengths)
         hidden_states, updates = self._cached_pass(cache, input_ids, canvas, counts, True)
-        verified, previewed = self._logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)
+        verified, previewed = self.logits(hidden_states).tensor_split([input_ids.shape[1]], dim=1)
         return verified, previewed, Transaction(cache, updates, counts, cache.version)
 
     def _cached_pass(
@@ -306,6 +358,7 @@ class CloverForCausalLM(nn.Module):
         canvas: Tensor | None,
         counts: list[int],
         keep_trace: bool,
+        canvas_lengths: list[int] | None = None,
     ) -> tuple[Tensor, list[DeltaNetUpdate | None]]:
         """Runs clean tokens and at most one block over the cache, without moving its lengths."""
         block_size = 0 if canvas is None else canvas.shape[1]
@@ -316,16 +369,13 @@ class CloverForCausalLM(nn.Module):
             counts,
             input_ids.shape[1],
             block_size,
+            canvas_lengths=canvas_lengths,
             spare_row=cache.capacity,
             device=input_ids.device,
         )
         token_ids = input_ids if canvas is None else torch.cat([input_ids, canvas], dim=1)
         hidden_states, updates = self.model(token_ids, streams, cache, keep_trace)
         return hidden_states, updates
-
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden_states)
-        return logits.float()
 
     def _require_diffusion(self) -> None:
         if self.config.diffusion is None:

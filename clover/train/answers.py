@@ -81,9 +81,12 @@ def answer(
 
 def is_correct(checkpoint: LoadedCheckpoint, task: Task, result: GenerationResult) -> bool:
     """Returns whether the answer, read as a chat reply, is the task's."""
-    if result.finish_reason != "eos":
-        return False
-    text = checkpoint.tokenizer.decode(result.token_ids)
+    return result.finish_reason == "eos" and is_correct_text(checkpoint, task, result.token_ids)
+
+
+def is_correct_text(checkpoint: LoadedCheckpoint, task: Task, token_ids: Sequence[int]) -> bool:
+    """Returns whether tokens without EOS, read as a chat reply, are the task's answer."""
+    text = checkpoint.tokenizer.decode(token_ids)
     reply = parse_reply(text, starts_in_thinking=task.enable_thinking, tools=task.tools)
     return check_reply(task, reply)
 

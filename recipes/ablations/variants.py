@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from clover.checkpoint.names import CONV_RIGHT_WEIGHT, HISTORY_BIAS, HISTORY_C
@@ -47,6 +48,7 @@ class PreviewFormula(Protocol):
         logit_scale: Tensor,
         history_bias: Tensor,
         history_c: Tensor,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Returns the mix of history and block, [X, H, n, V]."""
         ...
@@ -255,6 +257,7 @@ def added_history_attention(
     logit_scale: Tensor,
     history_bias: Tensor,
     history_c: Tensor,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Returns a softmax over the block alone plus the history's readout, [X, H, n, V].
 
@@ -264,7 +267,7 @@ def added_history_attention(
     not used. Arguments as for `history_slot_attention`.
     """
     return q @ state / math.sqrt(k.shape[-1]) + block_attention(
-        q, k, v, state, logit_scale, history_bias, history_c
+        q, k, v, state, logit_scale, history_bias, history_c, mask
     )
 
 
@@ -276,6 +279,7 @@ def block_attention(
     logit_scale: Tensor,
     history_bias: Tensor,
     history_c: Tensor,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Returns a softmax over the block alone, [X, H, n, V]: state, b and c are not used.
 
@@ -283,5 +287,7 @@ def block_attention(
 
     Arguments as for `history_slot_attention`.
     """
-    shares = (logit_scale[:, None, None] * (q @ k.transpose(-1, -2))).softmax(dim=-1)
-    return shares @ v / math.sqrt(k.shape[-1])
+    logits = logit_scale[:, None, None] * (q @ k.transpose(-1, -2))
+    if mask is not None:  # not -inf: a row of padding alone would be NaN
+        logits = logits.masked_fill(~mask[:, None, None], torch.finfo(logits.dtype).min)
+    return logits.softmax(dim=-1) @ v / math.sqrt(k.shape[-1])

@@ -76,7 +76,11 @@ def merge(deltas: list[ChatDelta]) -> list[ChatDelta]:
         last = merged[-1] if merged else None
         is_text = delta.kind in ("thinking", "content", "argument")
         if last and is_text and (last.kind, last.parameter) == (delta.kind, delta.parameter):
-            merged[-1] = replace(last, text=last.text + delta.text)
+            span = None
+            if last.span and delta.span:
+                assert last.span[1] == delta.span[0]
+                span = last.span[0], delta.span[1]
+            merged[-1] = replace(last, text=last.text + delta.text, span=span)
         else:
             merged.append(delta)
     return merged
@@ -114,6 +118,35 @@ def test_the_deltas_add_up_to_the_message(text: str, starts_in_thinking: bool) -
         assert message.content.startswith(stage.content)
         assert (message.thinking or "").startswith(stage.thinking or "")
         assert message.tool_calls[: len(stage.tool_calls)] == stage.tool_calls
+
+
+@settings(max_examples=NUM_EXAMPLES)
+@given(TEXTS, st.booleans(), st.lists(st.integers(0, 10_000), max_size=30))
+@example("<tool_call>\n<function=f>\n</function>\n</tool_call>A", False, [])
+def test_a_delta_says_where_its_text_stands(
+    text: str, starts_in_thinking: bool, points: list[int]
+) -> None:
+    text = "A" * (not starts_in_thinking) + text
+    _, deltas, _ = read(split(text, points), starts_in_thinking=starts_in_thinking)
+    for delta in deltas:
+        assert (delta.span is None) == (delta.kind not in ("thinking", "content"))
+        if delta.span:
+            source = text[slice(*delta.span)]
+            assert delta.text in (
+                source,
+                f"\n{source}",
+            )  # the newline that joins content to content
+
+
+@settings(max_examples=NUM_EXAMPLES)
+@given(TEXTS)
+def test_what_is_held_is_what_the_message_lacks(text: str) -> None:
+    assume("<|im_end|>" not in text and not text.lstrip("\n").startswith("<think>"))
+    parser = ChatParser(starts_in_thinking=False, tools=TOOLS)
+    parser.push(text)
+    if not parser.message.tool_calls:
+        told = parser.message.content + parser.held
+        assert told.replace("\n", "") == text.replace("\n", "")  # those between belong to nobody
 
 
 @settings(max_examples=NUM_EXAMPLES)

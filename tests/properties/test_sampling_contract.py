@@ -13,7 +13,14 @@ from torch import Tensor
 
 from clover.config import ModelConfig
 from clover.diffusion.generate import GenerationRequest, GenerationResult, generate_all
-from clover.diffusion.policies import Autoregressive, EntropyBound, Exact, Policy, Threshold
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    PromptLookup,
+    Threshold,
+)
 from clover.diffusion.sampling import SamplingParams, TokenCounts, count_left, predict
 from clover.model.transformer import CloverForCausalLM
 
@@ -72,6 +79,7 @@ def random_policy(rng: random.Random) -> Policy:
         Threshold(threshold=rng.random()),
         EntropyBound(bound=rng.uniform(0, 5)),
         Exact(threshold=rng.random()),
+        PromptLookup(max_ngram_size=rng.randint(1, 3)),
         Autoregressive(),
     ]
     return rng.choice(policies)
@@ -156,7 +164,7 @@ def test_a_text_is_the_same_alone_and_in_a_batch_of_eight(model: CloverForCausal
 
 
 def test_a_seed_reproduces_its_text_and_another_seed_does_not(model: CloverForCausalLM) -> None:
-    for policy in (Threshold(), EntropyBound(), Exact(), Autoregressive()):
+    for policy in (Threshold(), EntropyBound(), Exact(), PromptLookup(), Autoregressive()):
         sampling = SamplingParams(temperature=1.5, seed=5)
         request = GenerationRequest(
             prompt_ids=[4, 5], max_tokens=12, policy=policy, sampling=sampling
@@ -167,7 +175,7 @@ def test_a_seed_reproduces_its_text_and_another_seed_does_not(model: CloverForCa
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8, 32])
-def test_exact_is_autoregressive_token_for_token_under_any_knobs(
+def test_verified_drafts_give_the_autoregressive_text_under_any_knobs(
     model: CloverForCausalLM, block_size: int
 ) -> None:
     rng = random.Random(block_size)
@@ -179,9 +187,11 @@ def test_exact_is_autoregressive_token_for_token_under_any_knobs(
     plain = [replace(request, policy=Autoregressive()) for request in requests]
     options: dict[str, Any] = {"eos_token_ids": [2, 40], "forbidden_token_ids": PADDED_IDS}
     exact = generate_all(model, drafted, block_size=block_size, **options)
+    looked_up = [replace(request, policy=PromptLookup()) for request in requests]
     expected = generate_all(model, plain, **options)
-    for request, a, b in zip(requests, exact, expected, strict=True):
-        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason), request
+    for verified in (exact, generate_all(model, looked_up, **options)):
+        for request, a, b in zip(requests, verified, expected, strict=True):
+            assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason), request
     assert all(result.stats.tpf == 1.0 for result in expected)
 
 

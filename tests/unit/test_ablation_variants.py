@@ -87,6 +87,16 @@ def test_a_history_logit_of_minus_infinity_leaves_the_softmax_over_the_block() -
 
 
 @pytest.mark.parametrize("formula", [added_history_attention, block_attention])
+def test_a_formula_does_not_look_at_padding(formula: PreviewFormula) -> None:
+    q, k, v, state, tau, b, c = _inputs()
+    mask = torch.tensor([[True, True, True, False], [False] * 4])
+    found = formula(q, k, v, state, tau, b, c, mask)
+    expected = formula(*(x[:1, :, :3] for x in (q, k, v)), state[:1], tau, b, c)
+    assert torch.allclose(found[:1, :, :3], expected, rtol=0, atol=ROUNDING)
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("formula", [added_history_attention, block_attention])
 def test_a_formula_acts_inside_its_with_alone(
     tiny_config: ConfigFactory, formula: PreviewFormula
 ) -> None:

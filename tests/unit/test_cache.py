@@ -247,6 +247,42 @@ def test_select_reorders_drops_and_repeats_rows() -> None:
         assert (logits[index : index + 1] - alone).abs().max() <= TOLERANCE
 
 
+def test_rows_join_a_cache_and_answer_as_they_did_alone() -> None:
+    cache, other = filled_cache(), random_model().new_cache(2)
+    random_model().commit(other, random_ids(2, 90, seed=6), lengths=[90, 3])
+    cache.extend(other)
+    assert list(cache.lengths) == [*LENGTHS, 90, 3]
+    for row in range(3):
+        assert_same_future(cache.select([row]), filled_cache().select([row]))
+    for row in range(2):
+        assert_same_future(cache.select([3 + row]), other.select([row]))
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_the_last_row_takes_the_place_of_one_that_leaves(row: int) -> None:
+    cache, expected = filled_cache(), filled_cache()
+    cache.remove(row)
+    left = [[2, 1], [0, 2], [0, 1]][row]
+    assert list(cache.lengths) == [LENGTHS[index] for index in left]
+    for index, origin in enumerate(left):
+        assert_same_future(cache.select([index]), expected.select([origin]))
+
+
+def test_a_row_that_joins_sees_nothing_of_the_one_that_left_its_place() -> None:
+    cache, fresh = filled_cache(), random_model().new_cache(1)
+    for _ in range(3):
+        cache.remove(0)
+    assert cache.batch_size == 0
+    num_bytes = cache.num_bytes
+    cache.extend(fresh)
+    assert_same_future(cache, fresh)
+    for _ in range(20):  # room is used again
+        cache.remove(0)
+        cache.extend(fresh)
+    state_bytes = sum(x.nbytes for layer in fresh.layers for x in layer.tensors()[-1:])
+    assert cache.num_bytes <= num_bytes + 4 * state_bytes
+
+
 @torch.no_grad()
 def test_the_recurrent_state_is_read_as_state_transposed_times_query() -> None:
     # After one token the state is beta k v^T: rows are key dimensions, columns value dimensions.

@@ -560,9 +560,11 @@ def test_a_call_after_a_malformed_one_is_found() -> None:
 
 def test_deltas_tell_what_became_certain() -> None:
     parser = ChatParser(starts_in_thinking=True, tools=[WEATHER])
-    assert parser.push("\nHm") == [ChatDelta(kind="thinking", text="Hm")]
+    assert parser.push("\nHm") == [ChatDelta(kind="thinking", text="Hm", span=(1, 3))]
     assert parser.push("\n</thi") == []
-    assert parser.push("nk>\n\nI look.\n") == [ChatDelta(kind="content", text="I look.")]
+    assert parser.push("nk>\n\nI look.\n") == [
+        ChatDelta(kind="content", text="I look.", span=(14, 21))
+    ]
     assert parser.push("\n<tool_call>\n<function=weather") == []
     assert parser.push(">\n<parameter=city>\nOs") == [
         ChatDelta(kind="call_started", text="weather"),
@@ -582,7 +584,7 @@ def test_a_dropped_call_is_told_and_its_text_follows_as_content() -> None:
     parser.push("A\n<tool_call>\n<function=f>\n")
     assert parser.finish() == [
         ChatDelta(kind="call_dropped"),
-        ChatDelta(kind="content", text="\n<tool_call>\n<function=f>"),
+        ChatDelta(kind="content", text="\n<tool_call>\n<function=f>", span=(1, 26)),
     ]
 
 

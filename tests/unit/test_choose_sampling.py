@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from clover.backends.local import choose_sampling
 from clover.checkpoint.load import GenerationDefaults
-from clover.cli_reply import choose_sampling
 from clover.diffusion.sampling import SamplingParams
 
 RECOMMENDED = GenerationDefaults(do_sample=True, temperature=0.6, top_k=20, top_p=0.95)

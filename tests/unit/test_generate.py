@@ -19,7 +19,15 @@ from clover.diffusion.generate import (
     generate_all,
     reserved_token_ids,
 )
-from clover.diffusion.policies import Autoregressive, EntropyBound, Exact, Policy, Threshold
+from clover.diffusion.policies import (
+    Autoregressive,
+    EntropyBound,
+    Exact,
+    Policy,
+    PromptLookup,
+    Relaxed,
+    Threshold,
+)
 from clover.diffusion.sampling import SamplingParams
 from clover.errors import GenerationError, PromptError, RequestError
 from clover.model.transformer import CloverForCausalLM
@@ -32,7 +40,9 @@ POLICIES: tuple[Policy, ...] = (
     EntropyBound(bound=1.5),
     Exact(),
     Exact(threshold=0.0),
+    Relaxed(tolerance=2.0, threshold=0.0),
     Autoregressive(),
+    PromptLookup(),
 )
 
 
@@ -111,7 +121,7 @@ def test_a_parent_is_decoded_autoregressively_and_refuses_other_policies(
     parent = make_model(tiny_config(diffusion=False))
     result = run_one(parent, Autoregressive(), sampling=SamplingParams(temperature=1.0, seed=2))
     assert len(result.token_ids) == 21
-    for policy in POLICIES[:-1]:
+    for policy in POLICIES[:-2]:
         with pytest.raises(RequestError, match="autoregressive parent"):
             generate(parent, [request(policy)])
 
@@ -145,6 +155,32 @@ def test_exact_without_the_shift_is_autoregressive_too(
     assert exact.token_ids == run_one(in_place_model, Autoregressive(), sampling=sampling).token_ids
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_relaxed_without_tolerance_is_exact(model: CloverForCausalLM, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    exact, relaxed = (
+        run_one(model, policy, sampling=sampling)
+        for policy in (Exact(threshold=0.0), Relaxed(tolerance=0.0, threshold=0.0))
+    )
+    assert relaxed.token_ids == exact.token_ids
+    assert relaxed.stats.passes == exact.stats.passes
+
+
+def test_relaxed_keeps_drafts_within_its_tolerance_of_the_most_likely_token(
+    model: CloverForCausalLM,
+) -> None:
+    tolerance = 2.0
+    result = run_one(model, Relaxed(tolerance=tolerance, threshold=0.0), max_tokens=64)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *result.token_ids]]))[0, len(PROMPT) - 1 : -1]
+    logits = logits.index_fill(-1, torch.tensor([MASK_ID]), -torch.inf)
+    drawn = logits.gather(-1, torch.tensor(result.token_ids)[:, None])[:, 0]
+    missing = logits.amax(-1) - drawn
+    assert missing.max() < tolerance
+    assert missing.max() > 0  # something was let pass
+    assert result.stats.tpf > run_one(model, Exact(threshold=0.0), max_tokens=64).stats.tpf
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_answer_has_exactly_max_tokens_wherever_they_end_in_a_block(
     model: CloverForCausalLM, policy: Policy
@@ -166,7 +202,7 @@ def test_eos_ends_the_text_and_is_no_part_of_it(model: CloverForCausalLM, policy
     assert eos not in result.token_ids
     assert result.stats.tokens == len(result.token_ids) + 1
     assert result.text == as_letters(result.token_ids)
-    if isinstance(policy, Exact | Autoregressive):
+    if isinstance(policy, Exact | Autoregressive | PromptLookup):
         assert result.token_ids == tokens[: tokens.index(eos)]
 
 
@@ -264,6 +300,20 @@ def test_a_fused_pass_counts_once(model: CloverForCausalLM) -> None:
     assert (stats.passes, stats.previews, stats.commits) == (3, 3, 3)
     assert stats.tpf == BLOCK_SIZE
     assert stats.seconds > 0
+
+
+@pytest.mark.parametrize("is_parent", [False, True])
+def test_a_looked_up_draft_saves_passes_where_the_text_repeats_itself(
+    tiny_config: Callable[..., ModelConfig], is_parent: bool
+) -> None:
+    dull = CloverForCausalLM(tiny_config(diffusion=not is_parent, eos_token_ids=()))
+    dull.init_weights(torch.Generator().manual_seed(1))  # soon one token for ever
+    plain = run_one(dull, Autoregressive(), max_tokens=60)
+    result = run_one(dull, PromptLookup(num_draft_tokens=7), max_tokens=60)
+    assert result.token_ids == plain.token_ids
+    assert result.stats.previews == 0
+    assert result.stats.commits == result.stats.passes
+    assert 60 / 8 <= result.stats.passes < 20
 
 
 def test_autoregressive_takes_exactly_one_pass_a_token(model: CloverForCausalLM) -> None:

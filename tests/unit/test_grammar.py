@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -457,3 +459,40 @@ def test_a_tokenizer_without_the_tags_cannot_call_tools() -> None:
 def test_a_grammar_needs_an_eos() -> None:
     with pytest.raises(RequestError, match="eos_token_ids"):
         GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=[])
+
+
+def test_a_format_is_compiled_once_and_one_of_another_order_again() -> None:
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=(IM_END,))
+    forms: list[AnswerFormat] = [
+        JsonSchema(schema=PERSON),
+        JsonSchema(schema=PERSON | {"properties": dict(reversed(PERSON["properties"].items()))}),  # type: ignore[attr-defined]
+        JsonSchema(schema={"enum": [1]}),
+        JsonSchema(schema={"enum": [True]}),
+        Regex(pattern="a"),
+        ToolCalls(tools=TOOLS),
+        ToolCalls(tools=TOOLS, parallel=False),
+    ]
+    first = [compiler.compile(form) for form in forms]
+    assert len(set(map(id, first))) == len(forms)
+    again = [compiler.compile(copy.deepcopy(form)) for form in forms]
+    assert list(map(id, again)) == list(map(id, first))
+    assert compiler.compile(forms[0], starts_in_thinking=True) is not first[0]
+
+
+def test_texts_under_one_grammar_know_nothing_of_each_other() -> None:
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=(IM_END,))
+    ahead, behind = (compiler.compile(Regex(pattern="(ab|cd)e")).start() for _ in range(2))
+    ahead.commit(TOKENIZER.encode("abe"))
+    assert behind.validate(TOKENIZER.encode("cde")) == len(TOKENIZER.encode("cde"))
+    assert ahead.forced() == [IM_END]
+
+
+def test_threads_may_compile_at_once() -> None:
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=(IM_END,))
+    patterns = [f"a{number}" for number in range(4)] * 8
+    with ThreadPoolExecutor(4) as threads:
+        forms = [Regex(pattern=pattern) for pattern in patterns]
+        grammars = list(threads.map(compiler.compile, forms))
+    for pattern, grammar in zip(patterns, grammars, strict=True):
+        token_ids = TOKENIZER.encode(pattern)
+        assert grammar.start().validate(token_ids) == len(token_ids)

@@ -19,7 +19,6 @@ from clover.config import (
     MoeConfig,
 )
 from clover.model.moe import (
-    DENSE_MAX_TOKENS,
     Experts,
     SparseMoe,
     record_router_logits,
@@ -100,10 +99,20 @@ def slow_coreset(moe: SparseMoe, block: Tensor, size: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda expert: -scores[expert])[:size]
 
 
-# Few tokens and experts take the batched way, many tokens or many experts the sorted one.
+# One token reads its own experts alone, more are sorted by expert.
 ways = pytest.mark.parametrize(
     ("num_experts", "per_token", "tokens"),
-    [(6, 2, 10), (3, 1, 5), (4, 4, 20), (6, 2, 90), (20, 3, 4), (40, 5, 70), (3, 1, 80)],
+    [
+        (6, 2, 10),
+        (3, 1, 5),
+        (4, 4, 20),
+        (6, 2, 90),
+        (20, 3, 4),
+        (40, 5, 70),
+        (3, 1, 80),
+        (6, 2, 1),
+        (40, 5, 1),
+    ],
 )
 
 
@@ -280,7 +289,8 @@ def test_a_small_coreset_changes_every_preview_and_no_commit() -> None:
     commits, previews = run_all_passes(model_with_coreset(2))
     free_commits, free_previews = run_all_passes(model_with_coreset(None))
     for x, y in zip(commits, free_commits, strict=True):
-        assert torch.equal(x, y)
+        # An expert's product also holds the canvas's rows, and their number moves the rounding
+        assert (x - y).abs().max() <= TOLERANCE
     for x, y in zip(previews, free_previews, strict=True):
         assert (x - y).abs().max() > 0.01
 
@@ -316,7 +326,7 @@ def test_a_pass_may_have_a_coreset_of_its_own() -> None:
 
 def test_autocast_experts_compute_in_bf16_and_learn_in_fp32() -> None:
     moe = random_moe(num_experts=4, per_token=2)
-    x = random_hidden(1, 2 * DENSE_MAX_TOKENS)[0]
+    x = random_hidden(1, 128)[0]
     weights, indices = torch.rand(len(x), 4).topk(2)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         output = moe.experts(x, weights, indices)

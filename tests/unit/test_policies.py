@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from clover.diffusion.policies import (
+    MODES,
     Autoregressive,
     EntropyBound,
     Exact,
     Policy,
+    PromptLookup,
+    Relaxed,
     Threshold,
     choose_positions,
     keep_confident,
     keep_low_entropy,
+    look_up,
     parse_policy,
 )
 from clover.errors import RequestError
@@ -108,6 +112,25 @@ def test_policies_work_on_the_last_axis_of_any_shape() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tokens", "draft"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]),  # three tokens agree
+        ([7, 3, 8, 2, 3, 9, 2, 3], [9, 2, 3]),  # two agree, which beats the nearer one
+        ([3, 8, 5, 3, 9, 5, 2, 3], [9, 5, 2]),  # one agrees in two places: the last
+        ([1, 2, 3, 8, 1, 2, 3, 9, 0, 1, 2, 3], [9, 0, 1]),  # no more than three count
+        ([4, 4, 4], [4, 4, 4]),  # what reaches the end goes on as a period
+        ([6, 5, 6, 5], [6, 5, 6]),
+        ([5, 6], []),
+        ([5], []),
+    ],
+)
+def test_a_looked_up_draft_follows_the_last_of_the_longest_matches(
+    tokens: list[int], draft: list[int]
+) -> None:
+    assert look_up(tokens, max_ngram_size=3, max_tokens=3) == draft
+
+
+@pytest.mark.parametrize(
     ("text", "policy"),
     [
         ("threshold", Threshold()),
@@ -116,6 +139,12 @@ def test_policies_work_on_the_last_axis_of_any_shape() -> None:
         ("entropy_bound=0.5", EntropyBound(bound=0.5)),
         ("exact", Exact()),
         ("exact=0.8", Exact(threshold=0.8)),
+        ("relaxed", Relaxed()),
+        ("relaxed=2.5", Relaxed(tolerance=2.5)),
+        ("fast", MODES["fast"]),
+        ("balanced", MODES["balanced"]),
+        ("prompt_lookup", PromptLookup()),
+        ("prompt_lookup=4", PromptLookup(num_draft_tokens=4)),
         ("autoregressive", Autoregressive()),
     ],
 )
@@ -129,14 +158,18 @@ def test_a_policy_is_read_from_its_name_and_value(text: str, policy: Policy) -> 
         ("greedy", "greedy"),
         ("", "allowed"),
         ("autoregressive=1", "autoregressive=1"),
-        ("threshold=", "policy is 'threshold='; allowed: threshold[=0..1]"),
-        ("threshold=high", "policy is 'threshold=high'; allowed: threshold[=0..1]"),
+        ("threshold=", "policy is 'threshold='; allowed: fast, balanced, exact"),
+        ("threshold=high", "policy is 'threshold=high'; allowed: fast"),
         ("threshold=1.5", "threshold is 1.5; allowed: 0 to 1"),
         ("threshold=nan", "threshold is nan"),
         ("entropy_bound=-1", "bound is -1.0; allowed: 0 or more"),
         ("entropy_bound=inf", "bound is inf"),
+        ("relaxed=-1", "tolerance is -1.0; allowed: 0 or more"),
+        ("fast=1", "policy is 'fast=1'; allowed: fast, balanced, exact[=0..1]"),
         ("exact=1.5", "threshold is 1.5; allowed: 0 to 1"),
         ("exact=long", "exact[=0..1]"),
+        ("prompt_lookup=0", "num_draft_tokens is 0; allowed: 1 or more"),
+        ("prompt_lookup=2.5", "prompt_lookup[=tokens]"),
     ],
 )
 def test_a_policy_that_is_not_understood_says_what_is_wrong(text: str, named: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from clover.diffusion.sampling import (
+    Proposals,
     SamplingParams,
     TokenCounts,
     adjust_logits,
@@ -290,3 +291,47 @@ def test_penalties_without_counts_are_a_programming_error() -> None:
 def test_nothing_forbidden_leaves_logits_as_they_are() -> None:
     logits = random_logits(2, 3)
     assert torch.equal(remove_forbidden(logits, NOTHING), logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_proposal_is_drawn_where_its_score_is_within_the_tolerance_of_the_best(
+    temperature: float,
+) -> None:
+    tolerances = torch.tensor([0.0, 2.0, 50.0])
+    logits, positions = random_logits(3, 30), row_positions(3, 30)
+    params = [SamplingParams(temperature=temperature, seed=4, top_k=8)] * 3
+    tokens = logits.topk(3).indices[..., 2]
+    tokens[:, ::5] = -1
+    proposals = Proposals(tokens=tokens, tolerance=tolerances)
+    drawn = draw_tokens(logits, params, positions, proposals=proposals)
+    for row, tolerance in enumerate(tolerances.tolist()):
+        for position in range(30):
+            scores = logits[row, position].double()
+            if temperature:
+                # What top-k leaves out is never drawn, however large the tolerance
+                scores[scores < scores.topk(8).values[-1]] = -torch.inf
+                noise = gumbel_noise(
+                    torch.tensor(4), torch.tensor(position), torch.tensor(0), VOCAB_SIZE
+                )
+                scores = scores / temperature + noise
+            proposed = int(tokens[row, position])
+            is_close = proposed >= 0 and scores.max() - scores[proposed] < tolerance
+            expected = proposed if is_close else int(scores.argmax())
+            assert drawn[row, position] == expected
+
+
+def test_a_proposal_that_is_not_allowed_is_not_drawn() -> None:
+    logits = random_logits(1, 4)
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    allowed[..., :20] = False
+    proposals = Proposals(tokens=torch.tensor([[0, 5, 25, -1]]), tolerance=torch.tensor([1e9]))
+    drawn = predict(
+        logits,
+        [SamplingParams()],
+        row_positions(1, 4),
+        forbidden_ids=NOTHING,
+        allowed=allowed,
+        proposals=proposals,
+    ).tokens
+    best = logits[..., 20:].argmax(-1)[0] + 20
+    assert drawn[0].tolist() == [int(best[0]), int(best[1]), 25, int(best[3])]

@@ -1,0 +1,1 @@
+"""Answers to chats, wherever they come from, behind one Protocol."""

@@ -1,0 +1,1 @@
+"""Measuring models: what is asked, who answers, what it took."""

@@ -1,0 +1,1 @@
+"""A baseline: a block drafter for an autoregressive parent, as DFlash has it (arXiv 2602.06036)."""

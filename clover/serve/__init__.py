@@ -1,0 +1,1 @@
+"""The HTTP server: the APIs that clients already speak, over any backend."""
