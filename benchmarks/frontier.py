@@ -1,6 +1,6 @@
 """Quality against speed of clover-nano: task accuracy and tokens per forward, parent and Clover.
 
-    python -m benchmarks.frontier --items 512 --out docs/results
+    python -m benchmarks.frontier --out docs/results
 
 Asks the same procedural items of the autoregressive parent and of Clover under several policies
 (greedy), checks every answer, and writes `frontier.json`, `frontier.md` and `frontier.png`.
@@ -33,6 +33,7 @@ from clover.diffusion.policies import (
 )
 from clover.tasks import Task
 from clover.train.answers import FamilyScore, draw_items, score_answers
+from clover.train.intervals import Interval, wilson_interval
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 ENTROPY_BOUNDS = (0.05, 0.2)
@@ -53,7 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="clover-nano")
     parser.add_argument("--parent", default="clover-nano-parent")
-    parser.add_argument("--items", type=int, default=512, help="items per split, all families")
+    parser.add_argument("--items", type=int, default=1000, help="items per split, all families")
     parser.add_argument("--splits", nargs="+", default=["seen", "heldout"])
     parser.add_argument("--thresholds", nargs="+", type=float, default=list(THRESHOLDS))
     parser.add_argument("--tolerances", nargs="+", type=float, default=list(TOLERANCES))
@@ -125,19 +126,23 @@ def policy_name(policy: Policy) -> str:
 
 
 def render_tables(rows: Sequence[Row]) -> str:
-    """Returns one Markdown table per split: accuracy and TPF by family."""
+    """Returns one Markdown table per split: accuracy in percent, with its 95 % interval, and TPF."""
     lines = []
     for split in dict.fromkeys(row.split for row in rows):
         part = [row for row in rows if row.split == split]
         families = list(dict.fromkeys(row.family for row in part))
         items = next(row.items for row in part if row.family == "all")
         lines += [f"### {split}: {items} items", ""]
-        lines.append("| model | policy | " + " | ".join(families) + " | TPF |")
-        lines.append("|---|---|" + "---:|" * (len(families) + 1))
+        lines.append("| model | policy | " + " | ".join(families) + " | interval | TPF |")
+        lines.append("|---|---|" + "---:|" * (len(families) + 2))
         for model, policy in dict.fromkeys((row.model, row.policy) for row in part):
             cells = {r.family: r for r in part if (r.model, r.policy) == (model, policy)}
             accuracies = " | ".join(f"{100 * cells[f].accuracy:.1f}" for f in families)
-            lines.append(f"| {model} | {policy} | {accuracies} | {cells['all'].tpf:.2f} |")
+            interval = percent_interval(cells["all"])
+            lines.append(
+                f"| {model} | {policy} | {accuracies} | {interval.low:.1f} to {interval.high:.1f} "
+                f"| {cells['all'].tpf:.2f} |"
+            )
         lines.append("")
         lines += ["TPF by family:", ""]
         lines.append("| policy | " + " | ".join(families) + " |")
@@ -150,8 +155,14 @@ def render_tables(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def percent_interval(row: Row) -> Interval:
+    """Returns the 95 % interval of an accuracy, in percent."""
+    interval = wilson_interval(row.correct, row.items)
+    return Interval(100 * interval.low, 100 * interval.high)
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws accuracy over TPF, one panel per split, the parent as a dashed line."""
+    """Draws accuracy over TPF, one panel per split, the parent as a line with its interval."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -164,12 +175,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     kinds: list[tuple[str, str, Callable[[Row], bool]]] = [
         ("threshold", "o-", lambda row: row.policy.startswith("threshold")),
         ("entropy bound", "s--", lambda row: row.policy.startswith("entropy_bound")),
+        ("relaxed", "^-", lambda row: row.policy.startswith("relaxed")),
         ("exact", "*", lambda row: row.policy == "exact"),
     ]
     for panel, split in zip(panels[0], splits, strict=True):
         totals = [row for row in rows if row.split == split and row.family == "all"]
         parent = next(row for row in totals if row.model == "parent")
+        interval = percent_interval(parent)
         panel.axhline(100 * parent.accuracy, color="gray", linestyle=":", label="parent, TPF 1")
+        panel.axhspan(interval.low, interval.high, color="gray", alpha=0.15)
         for label, style, is_kind in kinds:
             points = [row for row in totals if row.model == "clover" and is_kind(row)]
             panel.plot(
@@ -180,7 +194,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             )
         panel.set_title(f"clover-nano, {split} items ({parent.items})")
         panel.set_xlabel("tokens per forward (TPF)")
-        panel.set_ylabel("exact match, %")
+        panel.set_ylabel("right answers, %")
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)
     figure.tight_layout()

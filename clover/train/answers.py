@@ -18,7 +18,7 @@ from clover.diffusion.policies import Policy
 from clover.tasks import FAMILIES, Task, check_reply, make_task
 
 BATCH_SIZE = 32
-MAX_TOKENS = 160
+MAX_TOKENS = 256  # the longest reference has 174
 ITEM_SEED = 20_000_000  # far from the seeds of training and validation
 
 
