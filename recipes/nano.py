@@ -90,7 +90,7 @@ def parent_training(out: Path) -> TrainConfig:
     """Returns the parent's run: next-token loss over whole chats, replies above prompts."""
     return TrainConfig(
         objective="ar",
-        steps=9600,
+        steps=8000,
         num_rows=12,
         row_length=384,
         optimizer=OptimizerConfig(name="muon", learning_rate=4e-3, weight_decay=0.05),
@@ -111,7 +111,7 @@ def clover_training(out: Path) -> TrainConfig:
     """Returns the adaptation: two streams, block sizes mixed so that b and c can be told apart."""
     return TrainConfig(
         objective="two_stream",
-        steps=2000,
+        steps=2400,
         num_rows=12,
         row_length=384,
         optimizer=OptimizerConfig(

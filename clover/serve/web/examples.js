@@ -34,12 +34,31 @@ export const TOOLS = [
 
 export const EXAMPLES = [
   { title: "Add", prompt: "What is 47 + 38?", isThinking: true },
-  { title: "Subtract", prompt: "How much is 5170 minus 3749?", isThinking: true },
-  { title: "Sort", prompt: "Arrange from Z to A: quilt, koala, amber, rabbit, candle, ribbon" },
-  { title: "Reverse", prompt: "Sort these numbers backwards: 92, 61, 15, 93, 47, 66" },
+  { title: "Solve", prompt: "Can you solve (81 + 37) * 3?", isThinking: true },
+  {
+    title: "Reckon",
+    prompt: "Olga has 26 apples. Hugo gives Olga 14 more. How many apples does Olga have now?",
+    isThinking: true,
+  },
+  { title: "Call a tool", prompt: "send the letter: recipient Olga, urgent true", tools: TOOLS },
+  {
+    title: "Write Python",
+    prompt:
+      "Write a Python function rocket(numbers) that returns the sorted list of the numbers below 5 (every one doubled).",
+  },
+  {
+    title: "Shell",
+    prompt:
+      "The tree is:\nlemon/river.txt\nlemon/maple.txt\nGive 2 lines from the start of lemon/river.txt",
+  },
+  {
+    title: "Fill in JSON",
+    prompt:
+      'Text: I saw a book [author: Lina, pages: 31].\nReply in JSON. Schema: {"type": "object", "properties": {"author": {"type": "string"}, "pages": {"type": "integer"}}, "required": ["author", "pages"]}',
+  },
   {
     title: "Look up",
     prompt: "price list:\nAthens: 34\nLima: 56\nOslo: 54\nRome: 19\nWhat is the price of Lima?",
   },
-  { title: "Call a tool", prompt: "send the letter: recipient Olga, urgent true", tools: TOOLS },
+  { title: "Sort", prompt: "Write in ascending order: 92, 61, 15, 47" },
 ];
