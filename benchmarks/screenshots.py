@@ -85,7 +85,7 @@ def take(
     page = open_page(browser, url, viewport, scheme)
     page.get_by_label("Race", exact=True).set_checked(viewport == WIDE)
     page.get_by_label("Slow motion").check()
-    page.get_by_role("button", name="Subtract").click()
+    page.get_by_role("button", name="Solve").click()
     wait_for(page, IS_HALF_DONE)
     time.sleep(SHUTTER_SECONDS / 4)  # tiles are settling
     page.screenshot(path=path, animations="disabled")

@@ -406,8 +406,18 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_a_chat_answers_each_line_and_remembers(run: Run, folders: Folders) -> None:
-    # Not the default: what random weights write one by one is the same after any prompt
-    arguments = ("chat", "--no-thinking", "-m", folders.clover, "--threshold", "0.9", *SHORT)
+    # What random weights find likeliest is the same after any prompt; what they draw is not
+    drawn = ("--temperature", "8", "--seed", "1")
+    arguments = (
+        "chat",
+        "--no-thinking",
+        "-m",
+        folders.clover,
+        "--threshold",
+        "0.9",
+        *drawn,
+        *SHORT,
+    )
     once = run(*arguments, stdin="hello\n")
     again = run(*arguments, stdin="hello\nhello\n/exit\nhello\n")
     reset = run(*arguments, stdin="hello\n/reset\nhello\n")
