@@ -18,7 +18,7 @@ TOKENIZER_PATH = Path(clover.__file__).parent / "assets" / "nano" / "tokenizer.j
 
 # Context is nano's scarcest good: a prompt with three tools has to stay below 200 tokens.
 MIN_CHARS_PER_TOKEN = 3.5
-MAX_MEAN_TOKENS = 140
+MAX_MEAN_TOKENS = 140  # of a whole chat; tool use has several turns
 
 
 @pytest.fixture(scope="module")

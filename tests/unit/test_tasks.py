@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from clover.chat import Message, ToolCall, parse_reply, render_reply
 from clover.errors import TaskError
-from clover.tasks import FAMILIES, SPLITS, Task, check_reply, make_task, sample_tasks
+from clover.tasks import (
+    FAMILIES,
+    SPLITS,
+    Task,
+    check_reply,
+    make_task,
+    matches_reference,
+    sample_tasks,
+)
 from clover.tasks.arithmetic import work_out
 from clover.tasks.words import (
     CHOICES,
@@ -87,6 +95,7 @@ def test_a_rendered_reference_is_parsed_back_to_itself(family: str, seed: int, s
         text.removesuffix("<|im_end|>"), starts_in_thinking=task.enable_thinking, tools=task.tools
     )
     assert parsed == task.reply
+    assert matches_reference(task, parsed)
     assert check_reply(task, parsed)
 
 
