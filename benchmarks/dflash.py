@@ -31,6 +31,7 @@ from clover.eval.dflash.train import DrafterTraining, train_drafter
 from clover.eval.workloads import Item, draw_workloads
 from clover.tasks import FAMILIES
 from clover.train import parallel
+from clover.train.answers import MAX_TOKENS
 from clover.train.data import DocumentEncoder, TaskSource
 from clover.train.state import has_state
 from recipes import nano
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--drafter", type=Path, required=True)
     command.add_argument("--items", type=int, default=16, help="with short, and with long answers")
     command.add_argument("--draft-tokens", type=int, nargs="+", help="default: as in training")
-    command.add_argument("--max-tokens", type=int, default=160)
+    command.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     options = parser.parse_args(arguments)
     return train(options) if options.command == "train" else measure(options)
 

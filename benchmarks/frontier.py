@@ -35,9 +35,9 @@ from clover.tasks import Task
 from clover.train.answers import FamilyScore, draw_items, score_answers
 from clover.train.intervals import Interval, wilson_interval
 
-THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+THRESHOLDS = (0.5, 0.7, 0.9, 0.99)
 ENTROPY_BOUNDS = (0.05, 0.2)
-TOLERANCES = (0.5, 1.0, 2.0, 4.0)
+TOLERANCES = (0.5, 1.0, 2.0, 3.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

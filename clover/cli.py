@@ -448,7 +448,7 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Rounds of every measurement.")] = 3,
     turns: Annotated[int, typer.Option(help="Turns of the agent's trace.")] = 10,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 160,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 256,
     threshold: Annotated[
         list[float] | None, typer.Option(help="A threshold policy; repeatable; default: 0.9 0.99.")
     ] = None,
