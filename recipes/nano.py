@@ -1,6 +1,6 @@
-"""clover-nano from nothing: tokenizer, autoregressive parent, conversion, adaptation to block diffusion.
+"""clover-nano from nothing: tokenizer, autoregressive parent, conversion, adaptation, distillation.
 
-python -m recipes.nano all|tokenizer|parent|convert|calibrate|adapt --out runs/nano
+python -m recipes.nano all|tokenizer|parent|convert|calibrate|adapt|distill --out runs/nano
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -31,7 +32,7 @@ from clover.train.state import has_state
 from clover.train.trainer import TrainConfig, train
 from recipes.nano_tokenizer import train_tokenizer
 
-Stage = Literal["all", "tokenizer", "parent", "convert", "calibrate", "adapt"]
+Stage = Literal["all", "tokenizer", "parent", "convert", "calibrate", "adapt", "distill"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 
 # The tokenizer's home, whatever weights lie beside it
@@ -134,6 +135,24 @@ def clover_training(out: Path) -> TrainConfig:
     )
 
 
+def distillation_training(out: Path) -> TrainConfig:
+    """Returns the last run: the adaptation goes on, and the frozen parent holds its commit path.
+
+    A clean stream is nearly always right, so its losses are small beside the canvas's: they weigh more.
+    """
+    adaptation = clover_training(out)
+    return replace(
+        adaptation,
+        steps=1200,
+        optimizer=replace(adaptation.optimizer, learning_rate=1.5e-3),
+        losses=replace(
+            adaptation.losses, ar_weight=2.0, clean_distillation_weight=2.0, teacher="parent"
+        ),
+        decay_fraction=1.0,
+        seed=2,
+    )
+
+
 def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent | None:
     """Runs a stage inside `out`; goes on where it was cut. Only training has a summary.
 
@@ -141,8 +160,8 @@ def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> Summ
     stage takes what the package ships in place of a tokenizer or a parent that `out` does not have.
     Calibration may be left out; where it was run, adaptation starts from what it left.
 
-    Leaves `out/tokenizer`, and `out/parent`, `out/converted`, `out/calibrated` and `out/clover`,
-    each a checkpoint folder in bf16.
+    Leaves `out/tokenizer`, and `out/parent`, `out/converted`, `out/calibrated`, `out/adapted` and
+    `out/clover`, each a checkpoint folder in bf16.
     """
     match stage:
         case "all":
@@ -157,6 +176,8 @@ def run(stage: Stage, out: Path, on_event: Callable[[TrainEvent], None]) -> Summ
             _calibrate(out)
         case "adapt":
             return _adapt(out, on_event)
+        case "distill":
+            return _distill(out, on_event)
     return None
 
 
@@ -167,7 +188,8 @@ def _run_all(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent 
         ("tokenizer", "tokenizer"),
         ("parent", "parent"),
         ("convert", "converted"),
-        ("adapt", "clover"),
+        ("adapt", "adapted"),
+        ("distill", "clover"),
     ]
     for stage, folder in stages:
         is_done = (out / folder).is_dir()
@@ -202,10 +224,15 @@ def _train_parent(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryE
     return _train(model, config, source, folder, out / "parent", on_event)
 
 
-def _convert(out: Path) -> None:
+def _parent(out: Path) -> Path:
+    """Returns the parent's folder: `out`'s own, or what the package ships."""
     own = out / "parent"
+    return own if own.is_dir() else resolve_checkpoint("clover-nano-parent")
+
+
+def _convert(out: Path) -> None:
     convert(
-        own if own.is_dir() else resolve_checkpoint("clover-nano-parent"),
+        _parent(out),
         out / "converted",
         block_size=BLOCK_SIZE,
         expert_coreset_size=EXPERT_CORESET_SIZE,
@@ -215,7 +242,7 @@ def _convert(out: Path) -> None:
 
 def _calibrate(out: Path) -> None:
     """Fits the added numbers of each layer on documents of the training stream."""
-    folder = _converted(out)
+    folder = _result_of("convert", out / "converted")
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     source = TaskSource(DocumentEncoder(tokenizer), weights=CLOVER_WEIGHTS)
     config = clover_training(out)
@@ -231,23 +258,32 @@ def _calibrate(out: Path) -> None:
     )
 
 
-def _converted(out: Path) -> Path:
-    """Returns the folder that conversion leaves."""
-    folder = out / "converted"
+def _result_of(stage: Stage, folder: Path) -> Path:
+    """Returns the folder that a stage leaves."""
     if not folder.is_dir():
         raise TrainingInputError(
-            f"found no {folder}: run the stage `convert` with the same OUT first"
+            f"found no {folder}: run the stage `{stage}` with the same OUT first"
         )
     return folder
 
 
 def _adapt(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
     calibrated = out / "calibrated"
-    folder = calibrated if calibrated.is_dir() else _converted(out)
+    converted = out / "converted"
+    folder = calibrated if calibrated.is_dir() else _result_of("convert", converted)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
-    config = clover_training(out / "clover-run")
+    config = clover_training(out / "adapted-run")
     source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=CLOVER_WEIGHTS)
-    return _train(model, config, source, folder, out / "clover", on_event)
+    return _train(model, config, source, folder, out / "adapted", on_event)
+
+
+def _distill(out: Path, on_event: Callable[[TrainEvent], None]) -> SummaryEvent:
+    folder = _result_of("adapt", out / "adapted")
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    config = distillation_training(out / "clover-run")
+    source = TaskSource(DocumentEncoder(tokenizer), seed=config.seed, weights=CLOVER_WEIGHTS)
+    parent = load_model(_parent(out))
+    return _train(model, config, source, folder, out / "clover", on_event, parent=parent)
 
 
 def _train(
@@ -257,6 +293,7 @@ def _train(
     files_from: Path,
     result: Path,
     on_event: Callable[[TrainEvent], None],
+    parent: CloverForCausalLM | None = None,
 ) -> SummaryEvent:
     """Trains on the task families and writes the finished model."""
     encoder = DocumentEncoder(Tokenizer.load(files_from))
@@ -268,6 +305,7 @@ def _train(
         on_event=on_event,
         validation={name: validation_set(encoder, name) for name in ("seen", "heldout")},
         resume=has_state(config.out),
+        parent=parent,
     )
     if summary.is_finished:
         parallel.save_whole(
