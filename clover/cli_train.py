@@ -23,7 +23,7 @@ from clover.train.data import ChatFileSource, DocumentEncoder
 from clover.train.events import EvalEvent, SaveEvent, StepEvent, SummaryEvent, TrainEvent
 from clover.train.optimizer import OptimizerConfig
 from clover.train.state import has_state
-from clover.train.trainer import TrainConfig, train
+from clover.train.trainer import TrainConfig, choose_precision, train
 
 MODEL_FOLDER = "model"
 
@@ -58,7 +58,8 @@ def train_on_chats(
     with parallel.process_group(), watch(notes) as on_event:
         source = ChatFileSource(data, encoder, seed=config.seed)
         if config.parallelism == "fsdp":
-            weights = parallel.load_sharded(folder, precision=config.precision, device=device)
+            precision = choose_precision(config.precision, device)
+            weights = parallel.load_sharded(folder, precision=precision, device=device)
         else:
             weights = load_model(folder, device=device)
         summary = train(weights, config, source, on_event=on_event, resume=has_state(out))

@@ -101,6 +101,8 @@ class TrainConfig:
     `num_token_ids` is the tokenizer's length. Where the model's vocabulary goes on, rows are padding
     and never drawn; it is needed by what draws tokens.
 
+    `precision` is that of matrix products, see `choose_precision`; weights are fp32 in any case.
+
     Scale: `parallelism`, see `clover.train.parallel`; `activation_checkpointing`, see `Decoder`;
     `compile_layers`, by torch.compile. A sharded model has no average and no edits or canvases that
     it draws itself; checkpointing excludes `losses.balance_weight`.
@@ -117,7 +119,7 @@ class TrainConfig:
     decay_fraction: float = 0.3
     max_grad_norm: float = 1.0
     ema_decay: float = 0.0
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     seed: int = 0
     block_sizes: tuple[int, ...] = (8, 16, 32)
     block_skip_probability: float = 0.0
@@ -246,6 +248,19 @@ def annealed_coreset_size(step: int, config: TrainConfig, model: ModelConfig) ->
     return num_experts - int((num_experts - final_size) * step / anneal_steps)
 
 
+def choose_precision(
+    precision: Literal["auto", "fp32", "bf16"], device: torch.device
+) -> Literal["fp32", "bf16"]:
+    """Returns what "auto" means on a device: bf16, but on a CPU that has to emulate it fp32.
+
+    Emulated, bf16 products were 60 to 90 times slower than fp32 ones (docs/log.md).
+    """
+    if precision != "auto":
+        return precision
+    is_emulated = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "fp32" if is_emulated else "bf16"
+
+
 @contextmanager
 def training_precision(precision: str, device: torch.device) -> Iterator[None]:
     """Computes matrix products in bf16 where asked for; weights and sums stay fp32.
@@ -319,7 +334,7 @@ def train(
         run.load()
     run.keep_record()
     # A sharded model computes in bf16 by its own policy
-    precision = "fp32" if parallel.is_sharded(model) else config.precision
+    precision = "fp32" if parallel.is_sharded(model) else run.precision
     with training_precision(precision, model.device), stop_on_signal() as is_stopped:
         return run.loop(is_stopped)
 
@@ -347,10 +362,11 @@ class _Run:
     ) -> None:
         _check_model(model, config)
         _check_parent(parent, model, config)
+        self.precision = choose_precision(config.precision, model.device)
         if config.parallelism == "fsdp":
-            parallel.shard_model(model, config.precision)
+            parallel.shard_model(model, self.precision)
             if parent is not None:
-                parallel.shard_model(parent, config.precision)
+                parallel.shard_model(parent, self.precision)
         model.model.activation_checkpointing = config.activation_checkpointing
         if config.compile_layers:
             compile_layers(model)

@@ -35,6 +35,7 @@ from clover.train.trainer import (
     TrainConfig,
     annealed_coreset_size,
     batch_losses,
+    choose_precision,
     draw_canvases,
     draw_skips,
     learning_rate_factor,
@@ -648,6 +649,19 @@ def test_skips_happen_as_often_as_asked_and_stay_below_a_block() -> None:
     assert set(skips) == set(range(8))
     # Half are drawn, an eighth of those are 0: 43.75 % above 0, six standard deviations allowed
     assert abs(sum(skip > 0 for skip in skips) / 2_000 - 0.4375) < 6 * 0.5 / 2_000**0.5
+
+
+@pytest.mark.parametrize(("device", "is_fast"), [("cpu", False), ("cpu", True), ("cuda", True)])
+def test_automatic_precision_is_bf16_where_it_is_not_emulated(
+    device: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_fast and device == "cpu"
+    )
+    found = choose_precision("auto", torch.device(device))
+    assert found == ("bf16" if is_fast else "fp32")
+    assert choose_precision("bf16", torch.device(device)) == "bf16"
+    assert choose_precision("fp32", torch.device(device)) == "fp32"
 
 
 def test_bf16_lasts_only_while_training() -> None:
