@@ -449,8 +449,11 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Rounds of every measurement.")] = 3,
     turns: Annotated[int, typer.Option(help="Turns of the agent's trace.")] = 10,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 256,
-    threshold: Annotated[
-        list[float] | None, typer.Option(help="A threshold policy; repeatable; default: 0.9 0.99.")
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of Clover, beside exact; repeatable; default: balanced fast threshold=0.99."
+        ),
     ] = None,
     transformers: Annotated[
         bool | None,
@@ -490,7 +493,7 @@ def bench(
         config,
         model=model,
         parent=parent,
-        thresholds=threshold or (0.9, 0.99),
+        policies=policy or ("balanced", "fast", "threshold=0.99"),
         with_transformers=transformers,
         drafter=drafter,
         device=_choose_device(device),

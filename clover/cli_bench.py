@@ -30,7 +30,7 @@ def run_bench(
     *,
     model: str,
     parent: str,
-    thresholds: Sequence[float],
+    policies: Sequence[str],
     with_transformers: bool | None,
     drafter: Path | None = None,
     device: torch.device,
@@ -43,7 +43,7 @@ def run_bench(
         config: What is measured.
         model: The Clover model.
         parent: Its parent.
-        thresholds: Of the `threshold` policies to measure.
+        policies: Of Clover, beside `exact` and `autoregressive`; as on the command line.
         with_transformers: Whether its `generate` takes part; None: where it is installed.
         drafter: Folder of a DFlash drafter; None: `dflash` in the parent's folder, if it is there.
         device: Where all weights lie.
@@ -73,7 +73,7 @@ def run_bench(
         others.append(DrafterContender(loaded_parent, loaded_drafter))
     if is_wanted:
         others.append(TransformersContender(loaded_parent))
-    ours = engine_contenders(loaded_parent, clover, thresholds)
+    ours = engine_contenders(loaded_parent, clover, policies)
     bench = Bench(config, clover, ours, others)
     surroundings = look_around(DTYPE, models)
     started = time.perf_counter()

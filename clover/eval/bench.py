@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from clover.checkpoint.load import LoadedCheckpoint
-from clover.diffusion.policies import Autoregressive, Exact, PromptLookup, Threshold, VerifiedPolicy
+from clover.diffusion.policies import Autoregressive, Exact, PromptLookup, parse_policy
 from clover.errors import BenchmarkError, RequestError
 from clover.eval.contenders import Answer, Contender, EngineContender, Prompt, Run
 from clover.eval.workloads import Item, draw_trace, draw_workloads
@@ -116,18 +116,21 @@ class BenchResults:
 
 
 def engine_contenders(
-    parent: LoadedCheckpoint, clover: LoadedCheckpoint, thresholds: Sequence[float]
+    parent: LoadedCheckpoint, clover: LoadedCheckpoint, policies: Sequence[str]
 ) -> list[EngineContender]:
-    """Returns the usual contenders of our engine, the parent's plain decoding first."""
+    """Returns the usual contenders of our engine, the parent's plain decoding first.
+
+    Args:
+        parent: Decodes autoregressively, and with `prompt_lookup`.
+        clover: Decodes autoregressively, with `exact`, and with each of the policies.
+        policies: As `parse_policy` reads them.
+    """
     return [
         EngineContender("parent, autoregressive", parent, Autoregressive()),
         EngineContender("parent, prompt_lookup", parent, PromptLookup()),
         EngineContender("Clover, autoregressive", clover, Autoregressive()),
         EngineContender("Clover, exact", clover, Exact()),
-        *(
-            EngineContender(f"Clover, threshold {value:g}", clover, Threshold(threshold=value))
-            for value in thresholds
-        ),
+        *(EngineContender(f"Clover, {text}", clover, parse_policy(text)) for text in policies),
     ]
 
 
@@ -193,7 +196,7 @@ class Bench:
             model = id(contender.checkpoint)
             if isinstance(contender.policy, Autoregressive):
                 autoregressive[model] = texts
-            if isinstance(contender.policy, VerifiedPolicy):
+            if isinstance(contender.policy, Exact | PromptLookup):
                 _require_equal(
                     autoregressive[model],
                     texts,

@@ -6,13 +6,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from clover.chat import Message, ToolCall, render_reply
 from clover.checkpoint.load import LoadedCheckpoint
 from clover.tasks import Task
+from clover.tasks.domains import draw_domain
+from clover.tasks.tools import ACTIONS, draw_tool
 from clover.train.answers import draw_items
 
-_RECORD_TOOL = {
+_RECORD_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_record",
@@ -25,6 +28,8 @@ _RECORD_TOOL = {
     },
 }
 _TRACE_SEED = 1
+_TRACE_TOKENS = 4096
+_REPLY_ROOM = 64  # of a context, for the last turn's answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,22 +57,33 @@ def draw_trace(checkpoint: LoadedCheckpoint, num_turns: int) -> list[tuple[int, 
     """Returns the prompts of one agent's turns: each begins with the whole of the one before it.
 
     The agent fetches records one by one. Its history has the right calls whatever a model answers, so
-    that all models are asked the same.
+    that all models are asked the same. It has as many other tools as leave room for the turns, in the
+    model's context and in `_TRACE_TOKENS`: an agent's tools are most of its prompt.
     """
     rng = random.Random(_TRACE_SEED)
     ids = rng.sample(range(100, 1000), num_turns)
-    request = f"Get the records {', '.join(map(str, ids))}."
-    messages = [Message("user", content=request)]
-    prompts = []
-    for record_id in ids:
-        text = checkpoint.template.render(messages, tools=[_RECORD_TOOL], enable_thinking=False)
-        prompts.append(tuple(checkpoint.tokenizer.encode(text)))
-        messages.append(
-            Message("assistant", tool_calls=(ToolCall("get_record", {"id": record_id}),))
-        )
+    messages = [Message("user", content=f"Get the records {', '.join(map(str, ids))}.")]
+    for record_id in ids[:-1]:
+        call = ToolCall("get_record", {"id": record_id})
+        messages.append(Message("assistant", tool_calls=(call,)))
         result = f'{{"id": {record_id}, "count": {rng.randrange(1000)}}}'
         messages.append(Message("tool", content=result))
-    return prompts
+
+    def encode(num_messages: int, tools: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+        text = checkpoint.template.render(
+            messages[:num_messages], tools=tools, enable_thinking=False
+        )
+        return tuple(checkpoint.tokenizer.encode(text))
+
+    context = checkpoint.config.max_position_embeddings
+    most = min(_TRACE_TOKENS, context - _REPLY_ROOM)
+    tools = {"get_record": _RECORD_TOOL}
+    more = tools
+    while len(encode(len(messages), [*more.values()])) <= most:
+        tools = more
+        other = draw_tool(rng, draw_domain(rng, held_out=False), rng.choice(ACTIONS))
+        more = {other.name: other.schema(rng)} | tools
+    return [encode(1 + 2 * turn, [*tools.values()]) for turn in range(num_turns)]
 
 
 def _encode_prompt(checkpoint: LoadedCheckpoint, task: Task) -> tuple[int, ...]:

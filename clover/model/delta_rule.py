@@ -133,13 +133,14 @@ def chunk_delta_rule(
         q, k, v, g, beta, initial_state: as for `recurrent_delta_rule`.
         document_ids: [B, T] int64. Packed documents: the state resets where the id changes,
             exactly; they start from zeros, and an id that has ended does not come back.
-        chunk_size: tokens per chunk.
+        chunk_size: tokens per chunk, and of the one chunk of an input that is at most twice as long.
     """
     assert document_ids is None or initial_state is None, "packed documents start from zeros"
     if v.shape[1] == 1 and document_ids is None:
         return _single_token(q, k, v, g, beta, initial_state)
     num_tokens, num_heads = v.shape[1:3]
-    chunk_size = max(1, min(chunk_size, num_tokens))
+    if num_tokens <= 2 * chunk_size:  # a draft to verify: one chunk costs less than two, one padded
+        chunk_size = max(1, num_tokens)
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k = expand_heads(q, num_heads), expand_heads(k, num_heads)
     q, k, v = (_chunked(x.to(dtype), chunk_size) for x in (q, k, v))  # [B, H, N, C, .]
@@ -233,7 +234,9 @@ def _single_token(
 
 def _chunked(x: Tensor, chunk_size: int) -> Tensor:
     """Returns [B, T, H, X] as [B, H, N, C, X]; padding has beta 0, g 0: it leaves the state alone."""
-    x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk_size))
+    padding = -x.shape[1] % chunk_size
+    x = x.transpose(1, 2)
+    x = F.pad(x, (0, 0, 0, padding)) if padding else x
     chunks: Tensor = x.unflatten(2, (-1, chunk_size))
     return chunks
 

@@ -37,11 +37,18 @@ class Experts(nn.Module):
             x: [X, D].
             weights, indices: [X, A], the router's choice.
         """
-        if x.is_cuda and not torch.is_grad_enabled():
-            return self._forward_grouped(x, weights, indices)
-        if x.shape[0] == 1:
+        if torch.is_grad_enabled():
+            return self._forward_sorted(x, weights, indices)
+        if x.shape[0] == 1 and not x.is_cuda:
             return self._forward_one(x, weights, indices)
-        return self._forward_sorted(x, weights, indices)
+        if not self._can_group():
+            return self._forward_sorted(x, weights, indices)
+        return self._forward_grouped(x, weights, indices)
+
+    def _can_group(self) -> bool:
+        """Whether torch's grouped product takes these weights: rows of 16 bytes and no fp64."""
+        itemsize, widths = self.down_proj.element_size(), self.down_proj.shape[1:]
+        return itemsize <= 4 and all(width * itemsize % 16 == 0 for width in widths)
 
     def forward_reference(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """Returns the same, token by token and expert by expert: the truth the others must equal."""
@@ -80,7 +87,8 @@ class Experts(nn.Module):
         """Sorts the pairs as `_forward_sorted` does, then two grouped products over all experts.
 
         The experts' counts stay on the device, so that nothing waits and a CUDA graph can hold it:
-        in bf16 on compute capability 9.0 and 10.0. Elsewhere torch reads the offsets on the host.
+        in bf16 on compute capability 9.0 and 10.0. Elsewhere torch reads the offsets on the host; on
+        a CPU it then takes the experts one by one like `_forward_sorted`, in one operation.
         For passes without gradients: the weights' gradient wants each count to be a multiple of 8.
         Source: `GroupedBlas.cpp` and `GroupMMCommon.cuh` of torch.
         """

@@ -83,7 +83,7 @@ def test_every_contender_is_measured_everywhere_and_in_turns(
     checkpoints: tuple[LoadedCheckpoint, LoadedCheckpoint],
 ) -> None:
     parent, clover = checkpoints
-    contenders = engine_contenders(parent, clover, [0.5])
+    contenders = engine_contenders(parent, clover, ["relaxed=2", "threshold=0.5"])
     names = [contender.name for contender in contenders]
     bench = Bench(CONFIG, clover, contenders)
     lines = list(bench.run())
@@ -287,7 +287,15 @@ def test_the_command_writes_its_folder_and_a_line_a_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parent, clover = map(str, folders)
-    arguments = ("--model", clover, "--parent", parent, "--no-transformers", "--threshold", "0.5")
+    arguments = (
+        "--model",
+        clover,
+        "--parent",
+        parent,
+        "--no-transformers",
+        "--policy",
+        "threshold=0.5",
+    )
     monkeypatch.setattr(sys, "argv", ["clover", "bench", str(tmp_path / "out"), *arguments, *TOY])
     with pytest.raises(SystemExit) as stopped:
         main()
@@ -302,7 +310,7 @@ def test_the_command_writes_its_folder_and_a_line_a_step(
         "parent, prompt_lookup",
         "Clover, autoregressive",
         "Clover, exact",
-        "Clover, threshold 0.5",
+        "Clover, threshold=0.5",
     ]
     assert "short: right texts: Clover, exact" in captured.err
     assert "concurrency 1, round 1: Clover, exact" in captured.err
@@ -327,7 +335,7 @@ def test_ctrl_c_leaves_what_is_finished(folders: tuple[Path, Path], tmp_path: Pa
         BenchConfig(num_items=1, concurrencies=(1,), repeats=1, num_turns=2, max_tokens=2),
         model=clover,
         parent=parent,
-        thresholds=(),
+        policies=(),
         with_transformers=False,
         device=torch.device("cpu"),
         notes=Console(file=StopsAtTheFirstRate(), width=200),
@@ -348,7 +356,7 @@ def test_a_parent_in_the_models_place_is_refused(
             CONFIG,
             model=parent,
             parent=clover,
-            thresholds=(),
+            policies=(),
             with_transformers=False,
             device=torch.device("cpu"),
             notes=Console(file=io.StringIO()),
