@@ -541,8 +541,8 @@ def train(
         str | None,
         typer.Option(
             help="A named run: nano.parent, nano.convert, nano.calibrate (may be left out), nano.adapt, "
-            "one after the other in one OUT; the models are in OUT/parent, OUT/converted, "
-            "OUT/calibrated and OUT/clover."
+            "nano.distill, one after the other in one OUT; the models are in OUT/parent, "
+            "OUT/converted, OUT/calibrated, OUT/adapted and OUT/clover."
         ),
     ] = None,
     data: Annotated[
