@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -106,7 +105,7 @@ class Report:
     gave_up: int = 0
     tokens: int = 0
     wrong: list[str] = field(default_factory=list)
-    refused: Counter[int] = field(default_factory=Counter)
+    refused: dict[int, int] = field(default_factory=dict)
     first_seconds: list[float] = field(default_factory=list)
     total_seconds: list[float] = field(default_factory=list)
     rss_mib: dict[str, float] = field(default_factory=dict)
@@ -378,7 +377,8 @@ class Load:
             self._fail(f"{bad.path}, {bad.name}: expected status {bad.status}, found {error!r}")
             return
         if status == bad.status:
-            self._report.refused[status] += 1
+            refused = self._report.refused
+            refused[status] = refused.get(status, 0) + 1
         else:
             self._fail(f"{bad.path}, {bad.name}: expected status {bad.status}, found {status}")
 
