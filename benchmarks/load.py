@@ -19,8 +19,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from benchmarks.load_requests import (
     draw_items,
     list_bad_requests,
 )
+from clover.serve.app import ServerConfig
 
 ITEMS_PER_AGENT = 8
 MIN_AGENTS = 2
@@ -54,7 +55,6 @@ MAX_GROWTH_MIB = 48.0
 """Of the server after its warm-up: what its allocator may hold in reserve, and no more."""
 CACHE_MIB = 32
 """The server's cache of states: little enough to be full when it is warm, and to drop states then."""
-MAX_REQUEST_BYTES = 2**20
 ANSWER_SECONDS = 300.0
 """After which an answer counts as one that never comes."""
 IDLE_SECONDS = 30.0
@@ -141,7 +141,7 @@ class Report:
         return fields | {"latency": spans}
 
 
-def _join(parts: Any) -> str:
+def _join(parts: Iterable[str]) -> str:
     return ", ".join(parts) or "-"
 
 
@@ -489,7 +489,6 @@ async def run(
     seed: int = 0,
     num_items: int = 48,
     process: psutil.Process | None = None,
-    max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> Report:
     """Loads a server and returns what was found.
 
@@ -501,13 +500,12 @@ async def run(
         seed: Of what is asked, and when clients leave.
         num_items: Requests of the pool, besides the agents.
         process: The server's, if it is here.
-        max_request_bytes: The server's limit.
     """
     report = Report(clients=clients, seed=seed)
     watch = Watch(process, report)
     async with Clients(url, model) as alone:
         pool = await draw_pool(alone, seed, num_items)
-    load = Load(report, pool, list_bad_requests(model, max_request_bytes=max_request_bytes))
+    load = Load(report, pool, list_bad_requests(model, ServerConfig().max_request_bytes))
     started = time.monotonic()
     async with asyncio.TaskGroup() as group, Clients(url, model) as shared:
         sampling = group.create_task(watch.sample(started + WARM_UP_SHARE * seconds))
@@ -530,16 +528,14 @@ async def run(
 
 
 @contextmanager
-def _on_interrupt(stop: Callable[[], object]) -> Any:
+def _on_interrupt(stop: Callable[[], object]) -> Iterator[None]:
     """Calls `stop` at Ctrl-C, in place of an exception."""
     loop = asyncio.get_running_loop()
-    with suppress(NotImplementedError, RuntimeError):  # not the main thread
-        loop.add_signal_handler(signal.SIGINT, stop)
+    loop.add_signal_handler(signal.SIGINT, stop)
     try:
         yield
     finally:
-        with suppress(NotImplementedError, RuntimeError):
-            loop.remove_signal_handler(signal.SIGINT)
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 async def _show_progress(report: Report, started: float) -> None:
@@ -572,7 +568,7 @@ async def serve(model: str, *, queue: int) -> AsyncIterator[tuple[str, psutil.Pr
     """Yields the address of a server of this checkout, and its process; both end with the context."""
     command = [sys.executable, "-m", "clover", "serve", "-m", model, "--port", "0"]
     command += ["--queue", str(queue), "--cache-mib", str(CACHE_MIB)]
-    command += ["--max-request-bytes", str(MAX_REQUEST_BYTES), "--shutdown-seconds", "0"]
+    command += ["--shutdown-seconds", "0"]
     with subprocess.Popen(
         command,
         stderr=subprocess.PIPE,
@@ -594,7 +590,7 @@ async def serve(model: str, *, queue: int) -> AsyncIterator[tuple[str, psutil.Pr
         )
 
 
-def _drain(lines: Any) -> str:
+def _drain(lines: Iterable[str]) -> str:
     """Reads a server's log to its end; returns what is no line of a log, such as a traceback."""
     return "".join(line for line in lines if not line.startswith("{"))
 
@@ -610,7 +606,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--queue", type=int, help="of the server; default: half the clients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a JSON file of all numbers")
-    report = asyncio.run(_run(parser.parse_args(arguments)))
+    options = parser.parse_args(arguments)
+    try:
+        report = asyncio.run(_run(options))
+    except KeyboardInterrupt:  # while clients are at work it only stops those
+        sys.exit("interrupted before or after the load: there is no report")
     for sentence in report.wrong[:NUM_SHOWN]:
         print(f"WRONG: {sentence}")
     print(report.render())
