@@ -55,6 +55,11 @@ FUNCTIONS: tuple[dict[str, Any], ...] = (
     {"name": "book_hotel", "description": "Books a hotel.", "parameters": CITY_SCHEMA},
     {"name": "find_train", "description": "Finds a train.", "parameters": TRAIN_SCHEMA},
 )
+ANTHROPIC_KINDS = ("text", "call", "sequence")
+KINDS = (
+    *("plain", "text", "schema", "call", "two", "stop"),
+    *("tools", "sequence", "object", "budget", "logprobs", "effort"),
+)
 REQUIRED: dict[Api, Any] = {"openai": "required", "anthropic": {"type": "any"}}
 SYSTEM = "You book journeys. Use the tools, and say what you have done."
 AGENT_TURNS = ("Book a hotel in Rome", "Find a train to Oslo", "What is 47 + 38?")
@@ -100,14 +105,14 @@ class BadRequest:
 
 
 def draw_items(seed: int, count: int) -> Iterator[Item]:
-    """Yields requests of one turn; any twelve in a row have every kind."""
+    """Yields requests of one turn; any twelve in a row have every kind and every policy."""
     rng = random.Random(seed)
     for index in range(count):
         family = FAMILIES[index % len(FAMILIES)]
         task = make_task(family, rng.randrange(10**6), "seen")
-        decoding = DECODINGS[rng.randrange(len(DECODINGS))]
-        kind = _KINDS[index % len(_KINDS)]
-        is_anthropic = kind in _ANTHROPIC_KINDS
+        decoding = DECODINGS[index % len(DECODINGS)]
+        kind = KINDS[index % len(KINDS)]
+        is_anthropic = kind in ANTHROPIC_KINDS
         api: Api = "anthropic" if is_anthropic else "openai"
         messages = list(write_messages(task.messages, api))
         body: dict[str, Any] = {"messages": messages, "max_tokens": MAX_TOKENS} | decoding
@@ -124,13 +129,6 @@ def draw_items(seed: int, count: int) -> Iterator[Item]:
         if kind == "call":
             body["tool_choice"] = REQUIRED[api]
         yield Item(name=f"{index} {api} {kind} {family} {decoding}", api=api, body=body)
-
-
-_ANTHROPIC_KINDS = ("text", "call", "sequence")
-_KINDS = (
-    *("plain", "text", "schema", "call", "two", "stop"),
-    *("tools", "sequence", "object", "budget", "logprobs", "effort"),
-)
 
 
 def _write_kind(kind: str, tools: list[dict[str, Any]], rng: random.Random) -> dict[str, Any]:
@@ -246,12 +244,11 @@ class Agent:
 
     def next_item(self) -> Item | None:
         """Returns the next request, None once everything is said."""
-        if self._messages[-1:] and self._messages[-1]["role"] in ("tool", "user"):
-            pass  # results, which want an answer
-        elif self._turns:
+        has_results = self._messages[-1:] and self._messages[-1]["role"] in ("tool", "user")
+        if not has_results:  # which want an answer before anything else is said
+            if not self._turns:
+                return None
             self._messages.append({"role": "user", "content": self._turns.pop(0)})
-        else:
-            return None
         self._num_asked += 1
         body: dict[str, Any] = {
             "messages": list(self._messages),

@@ -34,7 +34,7 @@ MODEL = "tiny"
 NUM_UNDER_WAY = 32
 MAX_TOKENS = 600
 """More than the texts of a schema have, save fractions whose digits a random model never ends."""
-MAX_CUT = 0.03
+MAX_CUT = 0.02
 """Of the answers. A cut one proves nothing, so that there may be only a few."""
 SECONDS = 600.0
 
