@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from clover.cli_display import Pane
     from clover.cli_reply import Knobs, Question, Writer
     from clover.diffusion.policies import Policy
+    from clover.engine.engine import EngineConfig
     from clover.engine.lark import AnswerFormat
 
 DEFAULT_MODEL = "clover-nano"
@@ -397,6 +398,9 @@ def serve(
     policy: PolicyOption = None,
     slots: Annotated[int, typer.Option(help="Most answers that share a pass.")] = 8,
     queue: Annotated[int, typer.Option(help="Most requests that wait; more get a 429.")] = 256,
+    cache_mib: Annotated[
+        int, typer.Option(help="Most MiB of states kept for later prompts, by model; 0: none.")
+    ] = 256,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="CLOVER_API_KEY", help="What clients have to show; default: nothing."),
@@ -426,7 +430,12 @@ def serve(
     )
     names = model or [DEFAULT_MODEL, DEFAULT_PARENT]
     with _loading(", ".join(names)):
-        backends = [_serve_one(name, policy, slots, queue, device) for name in names]
+        from clover.engine.engine import EngineConfig
+
+        limits = EngineConfig(
+            num_slots=slots, max_waiting=queue, prefix_cache_bytes=cache_mib * 2**20
+        )
+        backends = [_serve_one(name, policy, limits, device) for name in names]
     run_server(backends, config, host=host, port=port)
 
 
@@ -792,11 +801,10 @@ def _open_writer(model: str, knobs: Knobs, device: str) -> Writer:
     return Writer(_load(model, device), Path(model).name, knobs)
 
 
-def _serve_one(model: str, policy: str | None, slots: int, queue: int, device: str) -> LocalBackend:
+def _serve_one(model: str, policy: str | None, limits: EngineConfig, device: str) -> LocalBackend:
     """Returns a model in an engine of its own."""
     from clover.backends.local import LocalBackend
     from clover.diffusion.policies import CausalPolicy
-    from clover.engine.engine import EngineConfig
 
     checkpoint = _load(model, device)
     chosen = _choose_policy(policy, None, None)
@@ -805,7 +813,7 @@ def _serve_one(model: str, policy: str | None, slots: int, queue: int, device: s
     return LocalBackend(
         checkpoint,
         model=Path(model).name,
-        config=EngineConfig(num_slots=slots, max_waiting=queue),
+        config=limits,
         policy=chosen,
     )
 

@@ -350,7 +350,11 @@ class RemoteStream:
         except TimeoutError:
             self._finish("length")
         except openai.APIError as error:
-            self._items.put_nowait(self._explain(error))
+            is_cut = isinstance(error, openai.APIConnectionError)
+            is_silent = isinstance(error, openai.APITimeoutError)
+            told = self._broken_off() if is_cut and not is_silent else self._explain(error)
+            told.__cause__ = error
+            self._items.put_nowait(told)
         except CloverError as error:
             self._items.put_nowait(error)
         except (
@@ -405,10 +409,7 @@ class RemoteStream:
 
     def _read_reason(self) -> ChatFinishReason:
         if self._reason is None:
-            raise RemoteError(
-                "expected a finish_reason at the end, found a stream that breaks off after "
-                f"{len(self._thinking) + len(self._content)} characters; ask again"
-            )
+            raise self._broken_off()
         if self._reason not in _FINISH_REASONS:
             raise GenerationError(
                 f"expected one of {', '.join(_FINISH_REASONS)} as finish_reason, found "
@@ -416,6 +417,12 @@ class RemoteStream:
             )
         reason = _FINISH_REASONS[self._reason]
         return "tool_calls" if reason == "stop" and self._calls else reason
+
+    def _broken_off(self) -> CloverError:
+        return RemoteError(
+            "expected a finish_reason at the end, found a stream that breaks off after "
+            f"{len(self._thinking) + len(self._content)} characters; ask again"
+        )
 
     def _finish(self, reason: ChatFinishReason) -> None:
         calls = tuple(self._read_calls(is_cut=reason in ("length", "cancelled")))

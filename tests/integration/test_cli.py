@@ -166,7 +166,13 @@ def test_the_surface_is_what_the_readme_says() -> None:
         "plot": {"--image"},
         "serve": {
             *("--model", "-m", "--host", "--port", "--policy", "--slots", "--queue", "--device"),
-            *("--api-key", "--max-request-bytes", "--request-timeout", "--shutdown-seconds"),
+            *(
+                "--cache-mib",
+                "--api-key",
+                "--max-request-bytes",
+                "--request-timeout",
+                "--shutdown-seconds",
+            ),
         },
         "bench": {
             *("--model", "-m", "--parent", "--items", "--family", "--concurrency", "--repeats"),
