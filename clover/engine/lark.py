@@ -154,7 +154,7 @@ def _tool_call_rules(form: ToolCalls, token: Callable[[str], str]) -> list[str]:
     ]
     checker = SchemaChecker(tags=(*_TAGS, _PARAMETER_END))
     for name, schema in schemas.items():
-        _check_parameters(checker, schema, f"tool {name!r}")
+        _check_parameters(checker, schema, _where(name))
     for rule, name in zip(functions, names, strict=True):
         rules += _function_rules(rule, name, schemas[name])
     return rules
@@ -169,9 +169,13 @@ def _check_parameters(checker: SchemaChecker, schema: Mapping[str, Any], where: 
         raise RequestError(f"{where}: parameters are an object, found type {types!r}")
 
 
+def _where(tool: str) -> str:
+    return f"tool {tool[:64]!r}"
+
+
 def _function_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
     """Returns the rules of one function: its parameters in the order of the schema."""
-    where = f"tool {name!r}"
+    where = _where(name)
     required = list(schema.get("required", ()))
     properties = dict(schema.get("properties", {}))
     for key in required:
@@ -179,7 +183,7 @@ def _function_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str
     for tag_name in (name, *properties):
         if not is_tag_name(tag_name):
             raise RequestError(
-                f"{where}: expected names without <, > and newlines, found {tag_name!r}; rename it"
+                f"{where}: expected names without <, > and newlines, found {tag_name[:64]!r}; rename it"
             )
     head = json.dumps(f"<function={name}>\n", ensure_ascii=False)
     body, rules = [], []

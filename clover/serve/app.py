@@ -106,7 +106,11 @@ class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Returns the document."""
         if not self.openapi_schema:
-            correct_document(super().openapi(), asks_for_key=self.state.asks_for_key)
+            correct_document(
+                super().openapi(),
+                models=list(self.state.service.backends),
+                asks_for_key=self.state.asks_for_key,
+            )
         return super().openapi()
 
 

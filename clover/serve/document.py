@@ -301,8 +301,10 @@ def say_responses(
     return responses
 
 
-def correct_document(document: dict[str, Any], *, asks_for_key: bool) -> None:
-    """Takes out of FastAPI's document what this server does not do, and adds its keys, in place."""
+def correct_document(
+    document: dict[str, Any], *, models: Sequence[str], asks_for_key: bool
+) -> None:
+    """Makes FastAPI's document that of one server, in place: its errors, its models, its keys."""
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # a wrong body is a 400 here
@@ -314,5 +316,8 @@ def correct_document(document: dict[str, Any], *, asks_for_key: bool) -> None:
     components = document["components"]
     for name in ("HTTPValidationError", "ValidationError"):
         components["schemas"].pop(name, None)
+    for schema in components["schemas"].values():
+        if schema["title"].endswith("Request"):
+            schema["properties"]["model"]["enum"] = list(models)
     if asks_for_key:
         components["securitySchemes"] = _KEYS
