@@ -255,6 +255,11 @@ _ERRORS: Final = {
     502: "The server behind this one has failed.",
     503: "The server shuts down, or its engine has stopped.",
 }
+_EVENT: Final = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _WAIT: Final = {
     "Retry-After": {
         "description": "Seconds to wait.",
@@ -287,7 +292,7 @@ def say_responses(
     """
     content: dict[str, Any] = {}
     if is_streamed:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"itemSchema": _EVENT}
     if answer is None:
         content["text/plain"] = {"schema": {"type": "string"}}
     succeeded: dict[str, Any] = {"description": "The answer.", "content": content}

@@ -73,6 +73,14 @@ def _check_text(value: str) -> str:
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+def _number(least: float, most: float | None = None, **more: Any) -> Any:
+    """Returns a field whose range the document shows, and `SamplingParams` checks."""
+    bounds: dict[str, Any] = {"minimum": least, **({} if most is None else {"maximum": most})}
+    return Field(None, json_schema_extra=bounds, **more)
+
+
 StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 
 
@@ -234,22 +242,20 @@ Mode = Literal["fast", "balanced", "exact"]
 
 
 class Decoding(_Body):
-    """What every way of asking has in common. None: the model's own choice.
-
-    Ranges are those of `diffusion.sampling.SamplingParams`, which checks them.
-    """
+    """What every way of asking has in common. None: the model's own choice."""
 
     model: str
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: float | None = _number(0, 100)
+    top_p: float | None = _number(0, 1)
+    top_k: int | None = _number(0)
     stream: bool = False
     policy: str | None = Field(
         None,
         description="exact[=0..1], relaxed[=nats], threshold[=0..1], entropy_bound[=nats], "
         "prompt_lookup[=tokens], autoregressive",
+        json_schema_extra={"pattern": "^[a-z_]+(=[0-9.]+)?$"},
     )
-    threshold: float | None = Field(None, description="Short for policy threshold=X.")
+    threshold: float | None = _number(0, 1, description="Short for policy threshold=X.")
     mode: Mode | None = Field(None, description="A policy that we recommend.")
     block_size: int | None = Field(None, ge=1, le=MAX_BLOCK_SIZE)
 
@@ -270,12 +276,12 @@ class OpenAiHabits(_Body):
 class OpenAiDecoding(Decoding, OpenAiHabits):
     """What both OpenAI ways of asking have in common."""
 
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    min_p: float | None = _number(0, 1)
+    repetition_penalty: float | None = _number(0.01, 100)
+    presence_penalty: float | None = _number(-2, 2)
+    frequency_penalty: float | None = _number(-2, 2)
     logit_bias: dict[TokenId, float] | None = Field(None, max_length=MAX_BIASES)
-    seed: int | None = None
+    seed: int | None = _number(-(2**63), 2**63 - 1)
     max_tokens: int | None = Field(None, ge=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
