@@ -14,6 +14,7 @@ from datetime import datetime
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, Self, cast, get_args
+from urllib.parse import unquote
 
 import jinja2
 from jinja2.exceptions import SecurityError
@@ -742,9 +743,9 @@ def read_tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[s
     """Returns the JSON schema of the parameters of each tool, by function name.
 
     Raises:
-        PromptError: A tool has no name, or its parameters are not a JSON schema.
+        PromptError: A tool has no name or another one's, or its parameters are not a JSON schema.
     """
-    schemas = {}
+    schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -754,6 +755,10 @@ def read_tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[s
         if not isinstance(parameters, Mapping):
             raise PromptError(
                 f"parameters of tool {name!r} must be an object, found {parameters!r}"
+            )
+        if name in schemas:
+            raise PromptError(
+                f"expected tools of different names, found {name!r} twice; rename one"
             )
         schemas[name] = parameters
     return schemas
@@ -774,7 +779,7 @@ def _convert(raw: str, key: str, parameters: Mapping[str, Any]) -> Any:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return raw
-    if "string" in types and (isinstance(value, str) or not _type_names(value) & types):
+    if "string" in types and (isinstance(value, str) or not json_type_names(value) & types):
         return raw
     return value
 
@@ -823,7 +828,7 @@ def _allowed(
     declared = [declared] if isinstance(declared, str) else _as_list(declared)
     types = frozenset(name for name in declared if isinstance(name, str))
     if not types and choices:
-        types = frozenset().union(*map(_type_names, choices))
+        types = frozenset().union(*map(json_type_names, choices))
     if not types and all(names for names, _ in parts):
         types = frozenset().union(*(names for names, _ in parts))
     if types and schema.get("nullable") is True:
@@ -838,14 +843,18 @@ def _as_list(value: object) -> list[Any]:
 
 
 def resolve_reference(reference: str, root: Mapping[str, Any]) -> object:
-    """Returns the part of the schema that a local reference (`#/$defs/Name`) names, or None."""
+    """Returns the part of the schema that a local reference (`#`, `#/$defs/Name`) names, or None."""
     node: object = root
-    for name in reference.removeprefix("#/").split("/"):
-        node = node.get(name) if isinstance(node, Mapping) else None
+    for name in unquote(reference).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list | tuple) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            node = node.get(name) if isinstance(node, Mapping) else None
     return node
 
 
-def _type_names(value: object) -> frozenset[str]:
+def json_type_names(value: object) -> frozenset[str]:
     """Returns the JSON schema types of a JSON value."""
     if isinstance(value, bool):
         return frozenset({"boolean"})

@@ -8,6 +8,7 @@
     |-- PromptError       a prompt that cannot be answered: empty, too long, holding reserved ids
     |-- RequestError      a request knob outside its range
     |-- GenerationError   decoding that cannot go on (for example NaN logits)
+    |   `-- ConstraintError   a text whose constraint, the caller's, leaves nothing to go on with
     |-- CapacityError     a request too many for an engine and its queue
     |-- EngineClosedError an engine that no longer serves
     |-- RemoteError       a server elsewhere that cannot be reached, or breaks off
@@ -52,6 +53,10 @@ class RequestError(CloverError, ValueError):
 
 class GenerationError(CloverError):
     """Decoding that cannot go on, for example because logits are NaN."""
+
+
+class ConstraintError(GenerationError):
+    """A text that cannot go on under its constraint: what was asked for cannot be written."""
 
 
 class CapacityError(CloverError):

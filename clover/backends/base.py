@@ -231,6 +231,7 @@ class ChatStream(Protocol):
     """The events of one answer, the last of them `ChatFinished`.
 
     Raises:
+        ConstraintError: While iterating: what was demanded of the answer cannot be written.
         GenerationError: While iterating: the answer cannot go on.
         EngineClosedError: While iterating: the backend has stopped before the end.
         RemoteError: While iterating: the server behind it has failed or broken off.

@@ -230,11 +230,17 @@ class LocalBackend:
         """
         if request.raw is not None:
             return request.raw
-        said = json.dumps(
-            [[message.to_dict() for message in request.messages], request.tools],
-            ensure_ascii=False,
-            default=dict,
-        )
+        try:
+            said = json.dumps(
+                [[message.to_dict() for message in request.messages], request.tools],
+                ensure_ascii=False,
+                default=dict,
+            )
+        except RecursionError:
+            raise PromptError(
+                "expected arguments that can be shown, found lists or objects hundreds of levels "
+                "deep; make them flatter"
+            ) from None
         if found := [text for text in self._control_texts if text in said]:
             raise PromptError(
                 f"expected messages without the chat format's control tokens, found {found[0]}; "

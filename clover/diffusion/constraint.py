@@ -26,7 +26,7 @@ class Constraint(Protocol):
         """Returns the ids that may come next, bool [V] on the CPU.
 
         Raises:
-            GenerationError: The grammar has become too complex to go on.
+            ConstraintError: The grammar has become too complex to go on.
         """
         ...
 
@@ -45,7 +45,7 @@ class Constraint(Protocol):
         """Takes tokens as written.
 
         Raises:
-            GenerationError: One of them may not come where it stands.
+            ConstraintError: One of them may not come where it stands.
         """
         ...
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from clover.errors import RequestError
 
+_MAX_DRAFT_TOKENS: Final = 256
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Threshold:
@@ -99,7 +101,7 @@ class PromptLookup:
     Source: Prompt Lookup Decoding, Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding.
 
     Attributes:
-        num_draft_tokens: Most tokens of a draft.
+        num_draft_tokens: Most tokens of a draft, up to 256: who shares its passes pays for them too.
         max_ngram_size: Most tokens by which a place is recognized; the longest match counts.
     """
 
@@ -107,9 +109,12 @@ class PromptLookup:
     max_ngram_size: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("num_draft_tokens", "max_ngram_size"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
+        if not 1 <= self.num_draft_tokens <= _MAX_DRAFT_TOKENS:
+            raise RequestError(
+                f"num_draft_tokens is {self.num_draft_tokens}; allowed: 1 to {_MAX_DRAFT_TOKENS}"
+            )
+        if self.max_ngram_size < 1:
+            raise RequestError(f"max_ngram_size is {self.max_ngram_size}; allowed: 1 or more")
 
 
 SelfVerifiedPolicy = Exact | Relaxed  # previews draft, a commit verifies

@@ -25,7 +25,7 @@ class EventStream:
     """One request's events as they happen, the last of them `Finished`. An async iterator.
 
     Raises:
-        GenerationError: While iterating: the request's constraint could not go on.
+        ConstraintError: While iterating: the request's constraint could not go on.
         EngineClosedError: While iterating: the engine has stopped before the end.
     """
 

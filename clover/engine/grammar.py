@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from clover.engine.lark import AnswerFormat, write_avoidance, write_lark
-from clover.errors import GenerationError, RequestError
+from clover.errors import ConstraintError, RequestError
 from clover.tokenizer import Tokenizer
 
 _SILENT: Final = 0
@@ -199,7 +199,7 @@ class GrammarConstraint:
         """Returns the ids that may come next, bool [V].
 
         Raises:
-            GenerationError: The grammar has become too complex to go on.
+            ConstraintError: The grammar has become too complex to go on.
         """
         if self._forced or self._has_ended:
             allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
@@ -238,11 +238,11 @@ class GrammarConstraint:
         """Takes tokens as written.
 
         Raises:
-            GenerationError: One of them may not come where it stands.
+            ConstraintError: One of them may not come where it stands.
         """
         for token_id in tokens:
             if self.validate([token_id]) == 0:
-                raise GenerationError(
+                raise ConstraintError(
                     f"expected a token that the grammar allows, found id {token_id}; a format that "
                     "demands a chat tag in its text cannot be written"
                 )
@@ -277,7 +277,8 @@ class GrammarConstraint:
     def _check(self) -> None:
         for matcher in self._matchers:
             if matcher.is_error():
-                raise GenerationError(f"the grammar cannot go on: {matcher.get_error()}")
+                reason, _, _ = matcher.get_error().partition("\n")  # a dump of its state follows
+                raise ConstraintError(f"the grammar of the answer cannot go on: {reason}")
 
 
 def _unpack(bitmasks: Sequence[bytes], vocab_size: int) -> Tensor:

@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 from llguidance import regex_to_lark
 
 from clover.chat import is_tag_name, read_tool_schemas, resolve_reference, value_types
+from clover.engine.schema import SchemaChecker, fixed_values, is_annotation
 from clover.errors import RequestError
 
 
@@ -68,21 +70,18 @@ _JSON_STYLE: Final = {
     "coerce_one_of": False,
     "lenient": False,
 }
-_ANNOTATIONS: Final = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "$comment", "nullable"}
-)
-_NAMED_SCHEMAS: Final = ("properties", "patternProperties", "$defs", "definitions")
-_UNBOUNDED: Final = _ANNOTATIONS | {"type"}
+_DEFINITIONS: Final = ("$defs", "definitions")
+_UNBOUNDED: Final = frozenset({"type"})
 _FREE_TEXT: Final = _UNBOUNDED | {"minLength", "maxLength"}
 _FIXED: Final = _UNBOUNDED | {"enum", "const"}
 _PARAMETERS: Final = _UNBOUNDED | {
     "properties",
     "required",
     "additionalProperties",
-    "$defs",
-    "definitions",
-    "$schema",
+    "$id",
+    *_DEFINITIONS,
 }
+_MAX_ALTERNATIVES: Final = 256  # of one parameter; nested anyOf multiply
 _MAX_REFERENCES: Final = 16
 # Any number of this form is finite; without bounds a schema would allow 1e999, which is not.
 _NUMBER: Final = r"/-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?/"
@@ -104,7 +103,7 @@ def write_lark(form: AnswerFormat, *, token: Callable[[str], str], starts_in_thi
     rules = ["%llguidance {}", f"start: {thinking}answer", "TEXT: /(?s:.*)/"]
     match form:
         case JsonSchema(schema=schema):
-            _check_schema(schema, "the schema", _TAGS)
+            SchemaChecker(tags=_TAGS).check(schema, "the schema")
             rules.append(f"answer: {_json(schema)}")
         case Regex(pattern=pattern):
             rules.append(f"answer: /{regex_to_lark(pattern, '')}/")
@@ -153,16 +152,30 @@ def _tool_call_rules(form: ToolCalls, token: Callable[[str], str]) -> list[str]:
         rf"NO_END: ~/(?s:.*){regex_to_lark(_PARAMETER_END, '')}(?s:.*)/",
         f"NUMBER: {_NUMBER}",
     ]
+    checker = SchemaChecker(tags=(*_TAGS, _PARAMETER_END))
+    for name, schema in schemas.items():
+        _check_parameters(checker, schema, _where(name))
     for rule, name in zip(functions, names, strict=True):
         rules += _function_rules(rule, name, schemas[name])
     return rules
 
 
+def _check_parameters(checker: SchemaChecker, schema: Mapping[str, Any], where: str) -> None:
+    """Refuses the schema of a function's parameters unless it is a plain object's."""
+    # What a grammar is made of is one parameter, to which definitions are added.
+    checker.check(schema, where, references=[f"#/{key}" for key in _DEFINITIONS])
+    _allow_keywords(schema, _PARAMETERS, f"{where}: the object of its parameters")
+    if "object" not in (types := schema.get("type", "object")):
+        raise RequestError(f"{where}: parameters are an object, found type {types!r}")
+
+
+def _where(tool: str) -> str:
+    return f"tool {tool[:64]!r}"
+
+
 def _function_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
     """Returns the rules of one function: its parameters in the order of the schema."""
-    where = f"tool {name!r}"
-    _check_schema(schema, where, (*_TAGS, _PARAMETER_END))
-    _allow_keywords(schema, _PARAMETERS, f"{where}: the object of its parameters")
+    where = _where(name)
     required = list(schema.get("required", ()))
     properties = dict(schema.get("properties", {}))
     for key in required:
@@ -170,11 +183,13 @@ def _function_rules(rule: str, name: str, schema: Mapping[str, Any]) -> list[str
     for tag_name in (name, *properties):
         if not is_tag_name(tag_name):
             raise RequestError(
-                f"{where}: expected names without <, > and newlines, found {tag_name!r}; rename it"
+                f"{where}: expected names without <, > and newlines, found {tag_name[:64]!r}; rename it"
             )
     head = json.dumps(f"<function={name}>\n", ensure_ascii=False)
     body, rules = [], []
     for index, (key, value) in enumerate(properties.items()):
+        if value is False:
+            raise RequestError(f"{where}: parameter {key!r} can have no value; leave it out")
         parameter = f"{rule}_{index}"
         body.append(parameter if key in required else f"{parameter}?")
         rules += _parameter_rules(parameter, key, value, schema, f"{where}, parameter {key!r}")
@@ -214,7 +229,13 @@ def _value_alternatives(schema: object, root: Mapping[str, Any], where: str) -> 
     may look like any value of that type, so that none of them may be excluded.
     """
     types, _ = value_types(schema, root)
-    branches = list(_branches(schema, root, where)) if "string" in types else [_mapping(schema)]
+    branches = [_mapping(schema)]
+    if "string" in types:
+        branches = list(islice(_branches(schema, root, where), _MAX_ALTERNATIVES + 1))
+    if len(branches) > _MAX_ALTERNATIVES:
+        raise RequestError(
+            f"{where}: expected at most {_MAX_ALTERNATIVES} alternatives, found more; leave some out"
+        )
     has_free_text = any(_is_free_text(branch) for branch in branches)
     for branch in branches:
         if has_free_text and not _is_readable_beside_text(branch):
@@ -222,11 +243,11 @@ def _value_alternatives(schema: object, root: Mapping[str, Any], where: str) -> 
                 f"{where}: beside a free string no other type can have bounds, found "
                 f"{json.dumps(branch)}; leave out its bounds, or the string"
             )
-        if "string" in types and _fixed_values(branch):
+        if "string" in types and fixed_values(branch):
             yield _fixed_text(branch, where)
         elif _is_free_text(branch):
             yield _free_text(branch, where)
-        elif branch.get("type") == "number" and branch.keys() <= _UNBOUNDED:
+        elif branch.get("type") == "number" and _constraints(branch) <= _UNBOUNDED:
             yield _Value(lark="NUMBER", is_text=True)
         elif "string" in value_types(branch, root)[0]:
             raise RequestError(
@@ -234,8 +255,8 @@ def _value_alternatives(schema: object, root: Mapping[str, Any], where: str) -> 
                 f"{json.dumps(branch)}; say it so"
             )
         else:
-            definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            yield _Value(lark=_json(definitions | branch), is_text=False)
+            definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+            yield _Value(lark=_json(branch | definitions), is_text=False)
 
 
 def _branches(
@@ -243,7 +264,7 @@ def _branches(
 ) -> Iterator[dict[str, Any]]:
     """Yields schemas of one type each, which together allow what `schema` does."""
     node = _mapping(schema)
-    constraints = node.keys() - _ANNOTATIONS
+    constraints = _constraints(node)
     if depth > _MAX_REFERENCES:
         raise RequestError(f"{where}: expected a string schema that ends, found a circle of $ref")
     if constraints == {"$ref"}:
@@ -251,7 +272,7 @@ def _branches(
     elif constraints == {"anyOf"} or (constraints == {"allOf"} and len(node["allOf"]) == 1):
         for part in node[min(constraints)]:
             yield from _branches(part, root, where, depth + 1)
-    elif isinstance(node.get("type"), list) and not _fixed_values(node):
+    elif isinstance(node.get("type"), list) and not fixed_values(node):
         for name in node["type"]:
             ignored = () if name == "string" else ("minLength", "maxLength")
             yield {key: node[key] for key in node if key not in ignored} | {"type": name}
@@ -260,18 +281,14 @@ def _branches(
 
 
 def _is_free_text(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") == "string" and not _fixed_values(schema)
+    return schema.get("type") == "string" and not fixed_values(schema)
 
 
 def _is_readable_beside_text(schema: Mapping[str, Any]) -> bool:
     """Returns whether no free text can be read as a value of a type that the schema excludes."""
-    if values := _fixed_values(schema):
+    if values := fixed_values(schema):
         return all(isinstance(value, str | None) for value in values)
-    return _is_free_text(schema) or schema.keys() <= _UNBOUNDED
-
-
-def _fixed_values(schema: Mapping[str, Any]) -> list[Any]:
-    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+    return _is_free_text(schema) or _constraints(schema) <= _UNBOUNDED
 
 
 def _free_text(schema: Mapping[str, Any], where: str) -> _Value:
@@ -284,7 +301,7 @@ def _fixed_text(schema: Mapping[str, Any], where: str) -> _Value:
     _allow_keywords(schema, _FIXED, f"{where}: a choice of strings")
     texts = [
         value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for value in _fixed_values(schema)
+        for value in fixed_values(schema)
     ]
     literals = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     return _Value(lark=f"({literals})", is_text=True)
@@ -299,48 +316,14 @@ def _mapping(schema: object) -> dict[str, Any]:
     return dict(schema) if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
 
 
+def _constraints(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the keywords that say which values are valid."""
+    return frozenset(key for key in schema if not is_annotation(key))
+
+
 def _allow_keywords(schema: Mapping[str, Any], allowed: frozenset[str], where: str) -> None:
-    if unknown := schema.keys() - allowed:
+    if unknown := _constraints(schema) - allowed:
         raise RequestError(
-            f"{where} can have {', '.join(sorted(allowed - _ANNOTATIONS))}, found "
-            f"{', '.join(sorted(unknown))}; leave that out"
+            f"{where} can have {', '.join(sorted(allowed))}, found {', '.join(sorted(unknown))}; "
+            "leave that out"
         )
-
-
-def _check_schema(schema: object, where: str, tags: Sequence[str]) -> None:
-    """Refuses what llguidance would pass over in silence, and what no answer could hold.
-
-    Raises:
-        RequestError: A keyword of an older draft, a bound that repeated keys would break, or a tag
-            in a text that the answer has to contain.
-    """
-    if not isinstance(schema, Mapping):
-        return
-    for key in ("exclusiveMinimum", "exclusiveMaximum"):
-        if isinstance(schema.get(key), bool):
-            raise RequestError(f"{where}: expected a number at {key}, found a boolean; write it so")
-    if isinstance(schema.get("items"), list) or "additionalItems" in schema:
-        raise RequestError(
-            f"{where}: expected one schema for all items, found items of an older draft; use "
-            "prefixItems and items"
-        )
-    # Only keys from `properties` are held to be unique.
-    if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
-        raise RequestError(
-            f"{where}: minProperties is {schema['minProperties']}, but keys may repeat; name the "
-            "properties and require them"
-        )
-    texts = [*_fixed_values(schema), *schema.get("required", ()), *schema.get("properties", {})]
-    written = json.dumps(texts, ensure_ascii=False)
-    if found := [tag for tag in tags if tag in written]:
-        raise RequestError(
-            f"{where}: expected names and choices without the chat's own tags, found {found[0]}; "
-            "rename it"
-        )
-    for key, value in schema.items():
-        if key in _NAMED_SCHEMAS:
-            parts = list(_mapping(value).values())
-        else:
-            parts = list(value) if isinstance(value, list) else [value]
-        for part in parts if key not in (_ANNOTATIONS | {"enum", "const"}) else ():
-            _check_schema(part, where, tags)

@@ -12,7 +12,7 @@ from torch import Tensor
 from clover.diffusion.constraint import Constraint
 from clover.diffusion.requests import Event, FinishReason, GenerationRequest
 from clover.diffusion.rows import Row
-from clover.errors import GenerationError, RequestError
+from clover.errors import ConstraintError, GenerationError, RequestError
 from clover.model.cache import Cache
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class GuardedConstraint:
         everything = torch.ones(self._vocab_size, dtype=torch.bool)
         mask = self._ask(self._constraint.allowed, everything)
         if not mask.index_fill(0, torch.tensor(sorted(self._forbidden)), False).any():
-            self.error = GenerationError(
+            self.error = ConstraintError(
                 "expected a constraint that allows a token, found none but forbidden ids; check "
                 "what the grammar and the forbidden ids leave over"
             )
@@ -86,7 +86,7 @@ class GuardedConstraint:
         tokens = self._ask(self._constraint.forced, nothing)
         found = self._forbidden.intersection(tokens)
         if found:
-            self.error = GenerationError(
+            self.error = ConstraintError(
                 f"expected a constraint that forces no forbidden id, found {sorted(found)}; allow "
                 "them or change the grammar"
             )

@@ -85,7 +85,7 @@ class BudgetedText:
         """Takes tokens as written.
 
         Raises:
-            GenerationError: One of them may not come where it stands.
+            ConstraintError: One of them may not come where it stands.
         """
         if self._answer is not None:
             self._answer.commit(tokens)

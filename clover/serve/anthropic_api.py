@@ -22,6 +22,14 @@ from clover.backends.base import (
 from clover.chat import Message, Role, ToolCall
 from clover.errors import PromptError
 from clover.serve.chats import find_backend, get_service, make_id, order_results, read_policy
+from clover.serve.document import (
+    ANSWER_ERRORS,
+    PROMPT_ERRORS,
+    AnthropicAnswer,
+    AnthropicError,
+    TokenCount,
+    say_responses,
+)
 from clover.serve.errors import json_response
 from clover.serve.schemas import (
     AnthropicBlock,
@@ -46,7 +54,10 @@ _STOP_REASONS: Final[dict[ChatFinishReason, str]] = {
 }
 
 
-@router.post("/v1/messages")
+@router.post(
+    "/v1/messages",
+    responses=say_responses(AnthropicAnswer, AnthropicError, ANSWER_ERRORS, is_streamed=True),
+)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answers a chat."""
     service = get_service(request)
@@ -75,7 +86,10 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return json_response(message)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post(
+    "/v1/messages/count_tokens",
+    responses=say_responses(TokenCount, AnthropicError, PROMPT_ERRORS),
+)
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Says how many tokens a prompt has."""
     service = get_service(request)

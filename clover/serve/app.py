@@ -24,6 +24,7 @@ from clover import __version__
 from clover.backends.base import Backend
 from clover.errors import CloverError, RequestError
 from clover.serve import anthropic_api, openai_api, page
+from clover.serve.document import Health, OpenAiError, correct_document, say_responses
 from clover.serve.errors import ApiError, from_clover_error, from_validation, json_response
 from clover.serve.stream import Service, log, logger
 
@@ -74,16 +75,22 @@ def create_app(backends: Sequence[Backend], config: ServerConfig | None = None) 
             yield
 
     # No pages of documentation: they would fetch their scripts from elsewhere
-    app = FastAPI(
-        title="Clover", version=__version__, lifespan=serve, docs_url=None, redoc_url=None
-    )
+    app = _App(title="Clover", version=__version__, lifespan=serve, docs_url=None, redoc_url=None)
+    app.state.asks_for_key = config.api_key is not None
     app.state.service = Service(backends)
     app.state.request_timeout = config.request_timeout
     app.include_router(openai_api.router)
     app.include_router(anthropic_api.router)
     app.include_router(page.make_router())
-    app.add_api_route("/health", _health)
-    app.add_api_route("/metrics", _metrics)
+    app.add_api_route(
+        "/health", _health, responses=say_responses(Health, OpenAiError, [500], is_open=True)
+    )
+    app.add_api_route(
+        "/metrics",
+        _metrics,
+        response_class=Response,
+        responses=say_responses(None, OpenAiError, [500]),
+    )
     app.add_exception_handler(ApiError, _say_error)
     app.add_exception_handler(CloverError, _say_error)
     app.add_exception_handler(RequestValidationError, _say_error)
@@ -91,6 +98,20 @@ def create_app(backends: Sequence[Backend], config: ServerConfig | None = None) 
     app.add_exception_handler(Exception, _say_failure)
     app.add_middleware(Gate, config=config)
     return app
+
+
+class _App(FastAPI):
+    """FastAPI, whose document says what this server really answers."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Returns the document."""
+        if not self.openapi_schema:
+            correct_document(
+                super().openapi(),
+                models=list(self.state.service.backends),
+                asks_for_key=self.state.asks_for_key,
+            )
+        return super().openapi()
 
 
 async def _health() -> Response:
@@ -111,7 +132,7 @@ async def _say_error(request: Request, error: Exception) -> Response:
         case RequestValidationError():
             told = from_validation(error.errors())
         case StarletteHTTPException():
-            told = ApiError(error.status_code, str(error.detail))
+            told = ApiError(error.status_code, str(error.detail), headers=error.headers)
         case _:
             raise error
     return told.response(request.url.path)
@@ -172,7 +193,7 @@ class Gate:
             if not hmac.compare_digest(shown.encode("latin-1"), self._config.api_key.encode()):
                 return ApiError(401, "expected the server's API key, found another or none")
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._config.max_request_bytes:
+        if length.isdecimal() and int(length) > self._config.max_request_bytes:
             return self._too_large()
         return None
 

@@ -11,6 +11,7 @@ from fastapi import Response
 from clover.errors import (
     CapacityError,
     CloverError,
+    ConstraintError,
     EngineClosedError,
     GenerationError,
     RemoteError,
@@ -25,13 +26,16 @@ _TYPES: Final = {
     503: "overloaded_error",
 }
 _RETRY_SECONDS: Final = 1  # where nothing better is known: by then a pass or many have ended
+_MAX_MESSAGE: Final = 1000  # characters: a message may repeat what the client sent
+_MAX_PARAM: Final = 200
 CLIENT_LEFT: Final = 499  # nobody reads it but the log
 
 
 class ApiError(Exception):
     """An answer that is an error: its HTTP status, a sentence, and the field that is to blame.
 
-    `retry_seconds` is when a client that was refused for want of room may come back.
+    `retry_seconds` is when a client that was refused for want of room may come back; `headers` are sent
+    as they are.
     """
 
     def __init__(
@@ -41,12 +45,14 @@ class ApiError(Exception):
         param: str | None = None,
         *,
         retry_seconds: int = _RETRY_SECONDS,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = _shorten(message, _MAX_MESSAGE)
+        self.param = None if param is None else _shorten(param, _MAX_PARAM)
         self.retry_seconds = retry_seconds
+        self.headers = dict(headers or {})
 
     @property
     def type(self) -> str:
@@ -64,8 +70,12 @@ class ApiError(Exception):
 
     def response(self, path: str) -> Response:
         """Returns the HTTP response."""
-        headers = {"Retry-After": str(self.retry_seconds)} if self.status in (429, 503) else None
-        return json_response(self.body(path), status=self.status, headers=headers)
+        headers = {"Retry-After": str(self.retry_seconds)} if self.status in (429, 503) else {}
+        return json_response(self.body(path), status=self.status, headers=self.headers | headers)
+
+
+def _shorten(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]} ..."
 
 
 def json_response(
@@ -85,6 +95,8 @@ def from_clover_error(error: CloverError) -> ApiError:
             status = 503
         case RemoteError():
             status = 502
+        case ConstraintError():  # the client's own
+            status = 400
         case GenerationError():
             status = 500
         case _:
@@ -104,5 +116,6 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if unknown:
         message = f"{field} is not a field that this server supports; leave it out"
     else:
-        message = f"{field}: {error['msg']}" if field else str(error["msg"])
+        told = str(error["msg"]).removeprefix("Value error, ")  # pydantic's, of a sentence of ours
+        message = f"{field}: {told}" if field else told
     return ApiError(400, message, field or None)

@@ -24,8 +24,16 @@ from clover.backends.base import (
 )
 from clover.backends.reply import write_arguments
 from clover.chat import Message, ToolCall
-from clover.errors import PromptError, RequestError
+from clover.errors import PromptError
 from clover.serve.chats import find_backend, get_service, make_id, order_results, read_policy
+from clover.serve.document import (
+    ANSWER_ERRORS,
+    ChatCompletion,
+    Completion,
+    ModelList,
+    OpenAiError,
+    say_responses,
+)
 from clover.serve.errors import json_response
 from clover.serve.schemas import (
     ChatCompletionRequest,
@@ -47,7 +55,7 @@ _DONE: Final = "[DONE]"
 _BUDGETS: Final = {"minimal": 64, "low": 256, "medium": 1024, "high": None}
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=say_responses(ModelList, OpenAiError, [500]))
 async def list_models(request: Request) -> Response:
     """Returns the models that are served."""
     entries = [
@@ -57,13 +65,19 @@ async def list_models(request: Request) -> Response:
     return json_response({"object": "list", "data": entries})
 
 
-@router.post("/v1/chat/completions")
+@router.post(
+    "/v1/chat/completions",
+    responses=say_responses(ChatCompletion, OpenAiError, ANSWER_ERRORS, is_streamed=True),
+)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answers a chat."""
     return await _answer(body, request, _read_chat(body, request), is_chat=True)
 
 
-@router.post("/v1/completions")
+@router.post(
+    "/v1/completions",
+    responses=say_responses(Completion, OpenAiError, ANSWER_ERRORS, is_streamed=True),
+)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Goes on from a text."""
     asked = ChatRequest(
@@ -131,11 +145,7 @@ def _read_decoding(body: OpenAiDecoding, request: Request) -> dict[str, Any]:
 
 
 def _read_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
-    if bias is None:
-        return None
-    if bad := [key for key in bias if not (key.isascii() and key.isdigit())]:
-        raise RequestError(f"logit_bias names {bad[0]!r}; allowed: token ids in digits")
-    return {int(key): value for key, value in bias.items()}
+    return None if bias is None else {int(key): value for key, value in bias.items()}
 
 
 def _read_format(form: ResponseFormat | None) -> dict[str, Any] | None:

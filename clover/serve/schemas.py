@@ -8,12 +8,80 @@ Source: the OpenAI and Anthropic API references. JSON null means the same as a f
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 MAX_CHOICES = 64
 """Most answers to one request: each takes a slot of the engine."""
+
+
+MAX_BLOCK_SIZE = 256
+"""Widest canvas: requests that share a pass are padded to it."""
+
+# Stop strings are looked for after each pass.
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters
+MAX_BIASES = 1024
+
+_MAX_LEVELS: Final = 100
+
+
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what Python's JSON reader lets through and no one can write."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_LEVELS):
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                inner += [*part.keys(), *part.values()]
+            elif isinstance(part, list):
+                inner += part
+            elif isinstance(part, float) and not math.isfinite(part):
+                raise ValueError(f"expected finite numbers, found {part}")
+            elif isinstance(part, str) and not _is_text(part):
+                raise ValueError("expected Unicode text, found half of a surrogate pair")
+        if not inner:
+            return value
+        level = inner
+    raise ValueError(f"expected at most {_MAX_LEVELS} levels of lists and objects, found more")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_text(value: str) -> str:
+    if not _is_text(value):
+        raise ValueError("expected Unicode text, found half of a surrogate pair")
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+def _number(least: float, most: float | None = None, **more: Any) -> Any:
+    """Returns a field whose range the document shows, and `SamplingParams` checks."""
+    bounds: dict[str, Any] = {"minimum": least, **({} if most is None else {"maximum": most})}
+    return Field(None, json_schema_extra=bounds, **more)
+
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_LENGTH)]
 
 
 class _Body(BaseModel):
@@ -27,6 +95,21 @@ class _Body(BaseModel):
         if isinstance(data, dict):
             return {key: value for key, value in data.items() if value is not None}
         return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Returns the model's JSON schema, in which null is what `_drop_nulls` makes of it."""
+        schema = handler(core_schema)
+        model = handler.resolve_ref_schema(schema)
+        model["additionalProperties"] = {"type": "null"}
+        for name, part in model.get("properties", {}).items():
+            if name not in model.get("required", ()) and {"type": "null"} not in part.get(
+                "anyOf", ()
+            ):
+                model["properties"][name] = {"anyOf": [part, {"type": "null"}]}
+        return schema
 
 
 class CacheControl(_Body):
@@ -77,7 +160,7 @@ class ChatMessage(_Body):
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    annotations: list[dict[str, Any]] | None = None
+    annotations: list[JsonObject] | None = None
 
 
 class Function(_Body):
@@ -85,7 +168,7 @@ class Function(_Body):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -126,7 +209,7 @@ class NamedSchema(_Body):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -159,24 +242,22 @@ Mode = Literal["fast", "balanced", "exact"]
 
 
 class Decoding(_Body):
-    """What every way of asking has in common. None: the model's own choice.
-
-    Ranges are those of `diffusion.sampling.SamplingParams`, which checks them.
-    """
+    """What every way of asking has in common. None: the model's own choice."""
 
     model: str
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: float | None = _number(0, 100)
+    top_p: float | None = _number(0, 1)
+    top_k: int | None = _number(0)
     stream: bool = False
     policy: str | None = Field(
         None,
         description="exact[=0..1], relaxed[=nats], threshold[=0..1], entropy_bound[=nats], "
         "prompt_lookup[=tokens], autoregressive",
+        json_schema_extra={"pattern": "^[a-z_]+(=[0-9.]+)?$"},
     )
-    threshold: float | None = Field(None, description="Short for policy threshold=X.")
+    threshold: float | None = _number(0, 1, description="Short for policy threshold=X.")
     mode: Mode | None = Field(None, description="A policy that we recommend.")
-    block_size: int | None = None
+    block_size: int | None = Field(None, ge=1, le=MAX_BLOCK_SIZE)
 
 
 class OpenAiHabits(_Body):
@@ -195,14 +276,14 @@ class OpenAiHabits(_Body):
 class OpenAiDecoding(Decoding, OpenAiHabits):
     """What both OpenAI ways of asking have in common."""
 
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
+    min_p: float | None = _number(0, 1)
+    repetition_penalty: float | None = _number(0.01, 100)
+    presence_penalty: float | None = _number(-2, 2)
+    frequency_penalty: float | None = _number(-2, 2)
+    logit_bias: dict[TokenId, float] | None = Field(None, max_length=MAX_BIASES)
+    seed: int | None = _number(-(2**63), 2**63 - 1)
     max_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream_options: StreamOptions | None = None
 
@@ -257,7 +338,7 @@ class AnthropicText(_Body):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: list[dict[str, Any]] | None = None  # without effect: sources of an earlier answer
+    citations: list[JsonObject] | None = None  # without effect: sources of an earlier answer
 
 
 class AnthropicThinking(_Body):
@@ -280,7 +361,7 @@ class AnthropicToolUse(_Body):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
     cache_control: CacheControl | None = None
     caller: DirectCaller | None = None
 
@@ -320,7 +401,7 @@ class AnthropicTool(_Body):
     type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     cache_control: CacheControl | None = None
@@ -375,7 +456,7 @@ class MessagesRequest(Decoding, AnthropicPrompt):
     """The body of `POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[StopString] | None = Field(None, max_length=MAX_STOPS)
     metadata: AnthropicMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

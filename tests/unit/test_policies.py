@@ -168,7 +168,8 @@ def test_a_policy_is_read_from_its_name_and_value(text: str, policy: Policy) -> 
         ("fast=1", "policy is 'fast=1'; allowed: fast, balanced, exact[=0..1]"),
         ("exact=1.5", "threshold is 1.5; allowed: 0 to 1"),
         ("exact=long", "exact[=0..1]"),
-        ("prompt_lookup=0", "num_draft_tokens is 0; allowed: 1 or more"),
+        ("prompt_lookup=0", "num_draft_tokens is 0; allowed: 1 to 256"),
+        ("prompt_lookup=1000000000", "num_draft_tokens is 1000000000; allowed: 1 to 256"),
         ("prompt_lookup=2.5", "prompt_lookup[=tokens]"),
     ],
 )
