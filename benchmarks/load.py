@@ -30,13 +30,12 @@ import httpx2
 import numpy as np
 import openai
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.load_clients import Clients, Reply
 from benchmarks.load_requests import (
     Agent,
     Answer,
     BadRequest,
-    Choice,
     Item,
     draw_items,
     list_bad_requests,
@@ -55,25 +54,17 @@ MAX_GROWTH_MIB = 48.0
 """Of the server after its warm-up: what its allocator may hold in reserve, and no more."""
 CACHE_MIB = 32
 """The server's cache of states: little enough to be full when it is warm, and to drop states then."""
-ANSWER_SECONDS = 300.0
-"""After which an answer counts as one that never comes."""
 IDLE_SECONDS = 30.0
 """How soon nothing may run, and no connection be open, once all clients are gone."""
+PAUSE_SECONDS = 1.0
+"""After an answer that did not come: a server that is gone is asked no more often."""
 PROGRESS_SECONDS = 10.0
 SAMPLE_SECONDS = 0.5
 NUM_SHOWN = 5
 PERCENTILES = (50, 95, 99)
 MIB = 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """An answer, and what it took. `first_seconds` is None where it came whole."""
-
-    answer: Answer
-    num_tokens: int
-    first_seconds: float | None
-    seconds: float
+# The last is what Anthropic's client lets through in the middle of a stream
+API_ERRORS = (openai.APIError, anthropic.APIError, httpx2.HTTPError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +82,8 @@ class Report:
     Attributes:
         wrong: A sentence for everything that was not as it has to be.
         refused: Requests that had to be refused, and were, by status.
-        full: Requests that the server had no room for at first: status 429.
+        full: Requests that the server had no room for: status 429. They are sent again, save
+            `gave_up` of them, whose wait went beyond the end.
         rss_mib: Of the server: at its start, the most in its warm-up, the most after it, at the end.
     """
 
@@ -121,7 +113,7 @@ class Report:
             ("wrong", f"{len(self.wrong)}"),
             ("clients that left early", f"{self.left}"),
             ("refused, by status", _join(f"{key}: {n}" for key, n in sorted(self.refused.items()))),
-            ("429, asked again", f"{self.full}, of which {self.gave_up} at the end were not"),
+            ("429", f"{self.full}, after {self.gave_up} of which the time was over"),
             ("tokens/s", f"{rate:.0f}"),
             ("s to the first text", _percentiles(self.first_seconds)),
             ("s to the end", _percentiles(self.total_seconds)),
@@ -154,174 +146,6 @@ def _percentiles(values: Sequence[float]) -> str:
     return _join(f"p{percent} {value:.2f}" for percent, value in named)
 
 
-class Clients:
-    """The clients of both APIs, and a bare one, with connections of their own."""
-
-    def __init__(self, url: str, model: str) -> None:
-        """Connects to nothing yet."""
-        self._model = model
-        options: dict[str, Any] = {
-            "api_key": "any",
-            "max_retries": 0,  # what is refused is counted here
-            "timeout": ANSWER_SECONDS,
-        }
-        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", **options)
-        self._anthropic = anthropic.AsyncAnthropic(base_url=url, **options)
-        self._bare = httpx2.AsyncClient(base_url=url, timeout=ANSWER_SECONDS)
-
-    async def __aenter__(self) -> Clients:
-        """Returns itself."""
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Closes all connections."""
-        await self._openai.close()
-        await self._anthropic.close()
-        await self._bare.aclose()
-
-    async def ask(self, item: Item, *, is_stream: bool) -> Reply:
-        """Returns the answer to a request.
-
-        Raises:
-            openai.APIError, anthropic.APIError: There is none.
-        """
-        started = time.perf_counter()
-        fields = {key: value for key, value in item.body.items() if value is not None}
-        messages = fields.pop("messages")
-        if item.api == "openai":
-            read = self._stream_openai if is_stream else self._ask_openai
-        else:
-            read = self._stream_anthropic if is_stream else self._ask_anthropic
-        answer, num_tokens, first = await read(messages, fields)
-        return Reply(
-            answer=answer,
-            num_tokens=num_tokens,
-            first_seconds=None if first is None else first - started,
-            seconds=time.perf_counter() - started,
-        )
-
-    async def send(self, bad: BadRequest) -> int:
-        """Returns the status that a bad request gets."""
-        head = {"content-type": "application/json"}
-        response = await self._bare.post(bad.path, content=bad.content, headers=head)
-        return response.status_code
-
-    async def read_load(self) -> dict[str, float]:
-        """Returns the sums of `clover_running` and `clover_waiting` over the models."""
-        text = (await self._bare.get("/metrics")).text
-        loads = {"clover_running": 0.0, "clover_waiting": 0.0}
-        for family in text_string_to_metric_families(text):
-            if family.name in loads:
-                loads[family.name] = sum(sample.value for sample in family.samples)
-        return loads
-
-    async def _ask_openai(
-        self, messages: Any, fields: dict[str, Any]
-    ) -> tuple[Answer, int, float | None]:
-        whole = await self._openai.chat.completions.create(
-            model=self._model, messages=messages, extra_body=fields
-        )
-        choices = []
-        for choice in whole.choices:
-            message = choice.message
-            functions = [
-                call.function for call in message.tool_calls or () if call.type == "function"
-            ]
-            choices.append(
-                Choice(
-                    text=message.content or "",
-                    thinking=getattr(message, "reasoning", None) or "",
-                    calls=tuple(_read_call(called.name, called.arguments) for called in functions),
-                    finish_reason=choice.finish_reason,
-                )
-            )
-        assert whole.usage is not None
-        return tuple(choices), whole.usage.completion_tokens, None
-
-    async def _stream_openai(
-        self, messages: Any, fields: dict[str, Any]
-    ) -> tuple[Answer, int, float | None]:
-        stream = await self._openai.chat.completions.create(
-            model=self._model,
-            messages=messages,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=fields,
-        )
-        num_choices = fields.get("n", 1)
-        texts, thoughts = [""] * num_choices, [""] * num_choices
-        calls: list[list[list[str]]] = [[] for _ in range(num_choices)]
-        reasons = [""] * num_choices
-        num_tokens, first = 0, None
-        async with stream:
-            async for chunk in stream:
-                num_tokens = chunk.usage.completion_tokens if chunk.usage else num_tokens
-                for choice in chunk.choices:
-                    index, delta = choice.index, choice.delta
-                    thought = getattr(delta, "reasoning", None) or ""
-                    texts[index] += delta.content or ""
-                    thoughts[index] += thought
-                    for part in delta.tool_calls or ():
-                        assert part.function is not None
-                        if part.index == len(calls[index]):
-                            calls[index].append(["", ""])
-                        calls[index][part.index][0] += part.function.name or ""
-                        calls[index][part.index][1] += part.function.arguments or ""
-                    reasons[index] = choice.finish_reason or reasons[index]
-                    if first is None and (delta.content or thought or delta.tool_calls):
-                        first = time.perf_counter()
-        answer = tuple(
-            Choice(
-                text=texts[index],
-                thinking=thoughts[index],
-                calls=tuple(_read_call(name, arguments) for name, arguments in calls[index]),
-                finish_reason=reasons[index],
-            )
-            for index in range(num_choices)
-        )
-        return answer, num_tokens, first
-
-    async def _ask_anthropic(
-        self, messages: Any, fields: dict[str, Any]
-    ) -> tuple[Answer, int, float | None]:
-        max_tokens = fields.pop("max_tokens")
-        message = await self._anthropic.messages.create(
-            model=self._model, messages=messages, max_tokens=max_tokens, extra_body=fields
-        )
-        return (_read_message(message),), message.usage.output_tokens, None
-
-    async def _stream_anthropic(
-        self, messages: Any, fields: dict[str, Any]
-    ) -> tuple[Answer, int, float | None]:
-        max_tokens = fields.pop("max_tokens")
-        first = None
-        async with self._anthropic.messages.stream(
-            model=self._model, messages=messages, max_tokens=max_tokens, extra_body=fields
-        ) as stream:
-            async for event in stream:
-                if first is None and event.type == "content_block_delta":
-                    first = time.perf_counter()
-            message = await stream.get_final_message()
-        return (_read_message(message),), message.usage.output_tokens, first
-
-
-def _read_message(message: anthropic.types.Message) -> Choice:
-    """Returns the choice that an Anthropic message is."""
-    blocks = message.content
-    uses = [block for block in blocks if block.type == "tool_use"]
-    return Choice(
-        text="".join(block.text for block in blocks if block.type == "text"),
-        thinking="".join(block.thinking for block in blocks if block.type == "thinking"),
-        calls=tuple(_read_call(use.name, json.dumps(use.input)) for use in uses),
-        finish_reason=message.stop_reason or "",
-        stop=message.stop_sequence,
-    )
-
-
-def _read_call(name: str, arguments: str) -> tuple[str, str]:
-    return name, json.dumps(json.loads(arguments), sort_keys=True)
-
-
 async def draw_pool(clients: Clients, seed: int, num_items: int) -> list[list[Question]]:
     """Returns conversations, most of them of one request, with the answers that they get alone."""
     pool = []
@@ -340,7 +164,7 @@ async def draw_pool(clients: Clients, seed: int, num_items: int) -> list[list[Qu
 async def _ask_alone(clients: Clients, item: Item) -> Question:
     try:
         reply = await clients.ask(item, is_stream=False)
-    except (openai.APIError, anthropic.APIError) as error:
+    except API_ERRORS as error:
         sys.exit(f"expected a server that answers {item.name}, found: {error}")
     return Question(item=item, expected=reply.answer)
 
@@ -375,6 +199,7 @@ class Load:
             status = await clients.send(bad)
         except httpx2.HTTPError as error:
             self._fail(f"{bad.path}, {bad.name}: expected status {bad.status}, found {error!r}")
+            await asyncio.sleep(PAUSE_SECONDS)
             return
         if status == bad.status:
             refused = self._report.refused
@@ -401,12 +226,14 @@ class Load:
             except (openai.RateLimitError, anthropic.RateLimitError) as error:
                 report.full += 1
                 wait = float(error.response.headers["retry-after"])
-                if time.monotonic() + wait > deadline:
+                left = deadline - time.monotonic()
+                await asyncio.sleep(max(min(wait, left), 0.0))
+                if wait > left:
                     report.gave_up += 1
                     return False
-                await asyncio.sleep(wait)
-            except (openai.APIError, anthropic.APIError, httpx2.HTTPError) as error:
+            except API_ERRORS as error:
                 self._fail(f"{item.name}: expected an answer, found {error!r}")
+                await asyncio.sleep(PAUSE_SECONDS)
                 return False
             else:
                 self._compare(question, reply, is_stream=is_stream)
@@ -453,16 +280,22 @@ class Watch:
         """Reads what is held in the end, and says what is too much."""
         if not self._process:
             return
-        rss, files = self._report.rss_mib, self._report.open_files
+        try:
+            await self._check(self._process)
+        except psutil.Error as error:
+            self._report.wrong.append(f"expected a server at work, found {error}")
+
+    async def _check(self, process: psutil.Process) -> None:
+        report, files = self._report, self._report.open_files
+        rss = report.rss_mib
         rss["at the end"] = self._rss()
-        grown = max(rss.get("warm", 0.0), rss["at the end"]) - rss.get("warming up", np.inf)
+        grown = max(rss.get("warm", 0.0), rss["at the end"]) - rss["warming up"]
         if grown > MAX_GROWTH_MIB:
-            self._report.wrong.append(
+            report.wrong.append(
                 f"expected at most {MAX_GROWTH_MIB:g} MiB more than in the warm-up, found {grown:.0f}"
             )
-        process = self._process
         if not await _comes_true(lambda: process.num_fds() <= files["at the start"]):
-            self._report.wrong.append(
+            report.wrong.append(
                 f"expected {files['at the start']} open files, found {process.num_fds()}"
             )
         files["at the end"] = process.num_fds()
@@ -522,7 +355,7 @@ async def run(
     for end in ends:
         if isinstance(end, Exception):
             raise end
-    await _check_idle(url, model, pool[0][0], report)
+    await _check_end(url, model, pool[0][0], report)
     await watch.check()
     return report
 
@@ -549,23 +382,36 @@ async def _show_progress(report: Report, started: float) -> None:
         )
 
 
-async def _check_idle(url: str, model: str, question: Question, report: Report) -> None:
+async def _check_end(url: str, model: str, question: Question, report: Report) -> None:
     """Says what the server still does after all clients are gone, and whether it is still right."""
-    async with Clients(url, model) as clients:
-        deadline = time.monotonic() + IDLE_SECONDS
-        while any((loads := await clients.read_load()).values()):
-            if time.monotonic() > deadline:
-                report.wrong.append(f"expected a server at rest, found {loads}")
-                break
-            await asyncio.sleep(0.1)
-        reply = await clients.ask(question.item, is_stream=True)
-        if reply.answer != question.expected:
-            report.wrong.append(f"in the end: expected {question.expected}, found {reply.answer}")
+    try:
+        async with Clients(url, model) as clients:
+            deadline = time.monotonic() + IDLE_SECONDS
+            while any((loads := await clients.read_load()).values()):
+                if time.monotonic() > deadline:
+                    report.wrong.append(f"expected a server at rest, found {loads}")
+                    break
+                await asyncio.sleep(0.1)
+            found = (await clients.ask(question.item, is_stream=True)).answer
+    except API_ERRORS as error:
+        report.wrong.append(f"in the end: expected an answer, found {error!r}")
+        return
+    if found != question.expected:
+        report.wrong.append(f"in the end: expected {question.expected}, found {found}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """A server that was started here. `failures` say what went wrong with it, once it has ended."""
+
+    url: str
+    process: psutil.Process
+    failures: list[str] = field(default_factory=list)
 
 
 @asynccontextmanager
-async def serve(model: str, *, queue: int) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """Yields the address of a server of this checkout, and its process; both end with the context."""
+async def serve(model: str, *, queue: int) -> AsyncIterator[Served]:
+    """Yields a server of this checkout, which ends with the context."""
     command = [sys.executable, "-m", "clover", "serve", "-m", model, "--port", "0"]
     command += ["--queue", str(queue), "--cache-mib", str(CACHE_MIB)]
     command += ["--shutdown-seconds", "0"]
@@ -579,15 +425,15 @@ async def serve(model: str, *, queue: int) -> AsyncIterator[tuple[str, psutil.Pr
         first = await asyncio.to_thread(server.stderr.readline)
         # Its log has to be read, or it would wait for that
         reading = asyncio.create_task(asyncio.to_thread(_drain, server.stderr))
+        served = Served(url=json.loads(first)["url"], process=psutil.Process(server.pid))
         try:
-            yield json.loads(first)["url"], psutil.Process(server.pid)
+            yield served
         finally:
             server.send_signal(signal.SIGINT)
-            failures = await reading
-    if server.returncode or failures:
-        raise RuntimeError(
-            f"expected a server that ends well, found {server.returncode}: {failures}"
-        )
+            if failure := await reading:
+                served.failures.append(f"expected a log of the server, found {failure}")
+    if server.returncode:
+        served.failures.append(f"expected a server that ends with 0, found {server.returncode}")
 
 
 def _drain(lines: Iterable[str]) -> str:
@@ -629,8 +475,10 @@ async def _run(options: argparse.Namespace) -> Report:
     else:
         # With less room than clients, so that some are told to come back
         queue = options.clients // 2 if options.queue is None else options.queue
-        async with serve(options.model, queue=queue) as (url, process):
-            report = await run(url, model=Path(options.model).name, process=process, **asked)
+        async with serve(options.model, queue=queue) as served:
+            asked |= {"model": Path(options.model).name, "process": served.process}
+            report = await run(served.url, **asked)
+        report.wrong += served.failures
     if options.out:
         options.out.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     return report

@@ -82,7 +82,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One answer. `calls` are names with their arguments, as JSON with sorted keys."""
+    """One answer. `calls` are names with their arguments, as JSON."""
 
     text: str
     thinking: str

@@ -16,6 +16,7 @@ import pytest
 from benchmarks import load
 from clover.backends.base import ChatRequest, Load
 from clover.backends.scripted import ScriptedBackend, ScriptedStream
+from clover.errors import GenerationError
 from tests.serving import SECONDS, serving, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -104,6 +105,27 @@ def test_a_bad_request_that_is_answered_is_wrong_and_right_answers_are_not(tmp_p
     assert {sentence.rpartition(": ")[2] for sentence in report["wrong"]} == {
         "expected status 400, found 200"
     }
+
+
+class FailingBackend(ScriptedBackend):
+    """Breaks down once it has several answers under way."""
+
+    is_broken = False
+
+    async def chat(self, request: ChatRequest) -> ScriptedStream:
+        self.is_broken |= len(self.running) > 2  # more than one request's, alone
+        if self.is_broken:
+            raise GenerationError("expected finite logits, found none")
+        return await super().chat(request)
+
+
+def test_a_server_that_fails_is_wrong_and_is_left_in_peace(tmp_path: Path) -> None:
+    backend = FailingBackend([SCRIPT], seconds_per_token=SLOW)
+    code, report = run_here(backend, tmp_path / "load.json")
+    assert code == 1
+    failures = [sentence for sentence in report["wrong"] if "InternalServerError" in sentence]
+    assert failures[-1].startswith("in the end: ")
+    assert len(failures) < 100
 
 
 class BusyBackend(ScriptedBackend):
