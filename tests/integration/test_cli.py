@@ -176,7 +176,7 @@ def test_the_surface_is_what_the_readme_says() -> None:
         },
         "bench": {
             *("--model", "-m", "--parent", "--items", "--family", "--concurrency", "--repeats"),
-            *("--turns", "--max-tokens", "--threshold", "--threads", "--device", "--drafter"),
+            *("--turns", "--max-tokens", "--policy", "--threads", "--device", "--drafter"),
             *("--transformers", "--no-transformers"),
         },
     }
