@@ -31,16 +31,18 @@ SUM: list[Any] = [{"role": "user", "content": "What is 47 + 38?"}]
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 SLOW: dict[str, Any] = {"policy": "autoregressive", "temperature": 2.0}
 NEVER_ENDS: dict[str, Any] = SLOW | {"logit_bias": {"2": -100}}  # 2 is <|im_end|>
+PARTS = [f"part_{index}" for index in range(32)]
 LETTER: list[Any] = [
     {
         "name": "write",
         "input_schema": {
             "type": "object",
-            "properties": {"letter": {"type": "string", "minLength": 900}},
-            "required": ["letter"],
+            "properties": {part: {"type": "string", "minLength": 40} for part in PARTS},
+            "required": PARTS,
         },
     }
 ]
+"""More than its limit of tokens holds; one string as long would be too much for the grammar."""
 SLOTS = 3
 
 Ask = Callable[[], Coroutine[Any, Any, str]]
