@@ -30,6 +30,9 @@ from clover.serve.stream import Service, log, logger
 
 _OPEN_PATHS: Final = page.PATHS | {"/health"}  # a load balancer has no key, nor has a new page
 _CLOSE_SECONDS: Final = 5  # for clients to read the end of a stream that was cut
+# Longer than clients keep an idle connection (httpx: 5 s): the side that may send next should close
+# it, or a request meets a connection that is just being closed
+_KEEP_ALIVE_SECONDS: Final = 75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +230,7 @@ class Server(uvicorn.Server):
                 app,
                 access_log=False,  # the gate has its own
                 timeout_graceful_shutdown=int(shutdown_seconds) + _CLOSE_SECONDS,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 **options,
             )
         )
