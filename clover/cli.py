@@ -399,7 +399,7 @@ def serve(
     slots: Annotated[int, typer.Option(help="Most answers that share a pass.")] = 8,
     queue: Annotated[int, typer.Option(help="Most requests that wait; more get a 429.")] = 256,
     cache_mib: Annotated[
-        int, typer.Option(help="Most MiB of states kept for later prompts, by model; 0: none.")
+        int, typer.Option(min=0, help="Most MiB of states kept for later prompts; 0: none.")
     ] = 256,
     api_key: Annotated[
         str | None,

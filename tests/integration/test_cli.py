@@ -166,13 +166,8 @@ def test_the_surface_is_what_the_readme_says() -> None:
         "plot": {"--image"},
         "serve": {
             *("--model", "-m", "--host", "--port", "--policy", "--slots", "--queue", "--device"),
-            *(
-                "--cache-mib",
-                "--api-key",
-                "--max-request-bytes",
-                "--request-timeout",
-                "--shutdown-seconds",
-            ),
+            *("--api-key", "--max-request-bytes", "--request-timeout", "--shutdown-seconds"),
+            "--cache-mib",
         },
         "bench": {
             *("--model", "-m", "--parent", "--items", "--family", "--concurrency", "--repeats"),
@@ -316,6 +311,21 @@ def test_a_knob_that_the_model_cannot_honour_is_refused(
     done = run("generate", "x", "-m", folders.clover, *knobs)
     assert (done.code, done.out) == (2, "")
     assert named in done.err
+
+
+def test_the_limits_of_a_server_are_those_of_each_engine(
+    run: Run, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from clover.engine.engine import EngineConfig
+
+    served: list[Any] = []
+    monkeypatch.setattr(
+        "clover.serve.app.run_server", lambda backends, *_, **__: served.extend(backends)
+    )
+    limits = ("--slots", "3", "--queue", "4", "--cache-mib", "5")
+    assert run("serve", "-m", folders.clover, "-m", folders.parent, *limits).code == 0
+    expected = EngineConfig(num_slots=3, max_waiting=4, prefix_cache_bytes=5 * 2**20)
+    assert [backend._engine.config for backend in served] == [expected] * 2
 
 
 def test_a_reserved_id_and_an_endless_prompt_are_refused(run: Run, folders: Folders) -> None:

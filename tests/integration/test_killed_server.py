@@ -31,18 +31,17 @@ SUM: list[Any] = [{"role": "user", "content": "What is 47 + 38?"}]
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 SLOW: dict[str, Any] = {"policy": "autoregressive", "temperature": 2.0}
 NEVER_ENDS: dict[str, Any] = SLOW | {"logit_bias": {"2": -100}}  # 2 is <|im_end|>
-PARTS = [f"part_{index}" for index in range(32)]
-LETTER: list[Any] = [
+DIGITS: dict[str, Any] = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 400}
+LONG_CALL: list[Any] = [
     {
-        "name": "write",
+        "name": "count",
         "input_schema": {
             "type": "object",
-            "properties": {part: {"type": "string", "minLength": 40} for part in PARTS},
-            "required": PARTS,
+            "properties": {"digits": DIGITS},
+            "required": ["digits"],
         },
     }
 ]
-"""More than its limit of tokens holds; one string as long would be too much for the grammar."""
 SLOTS = 3
 
 Ask = Callable[[], Coroutine[Any, Any, str]]
@@ -179,10 +178,10 @@ def say(chat: subprocess.Popen[str], line: str) -> None:
 async def start_streams(clients: Clients) -> list[asyncio.Task[str]]:
     """Returns an answer of each kind that takes every slot for a long time, all under way."""
     sampling = Sampling(temperature=2.0, logit_bias={2: -100.0})
-    letter = {"tools": LETTER, "tool_choice": {"type": "any"}, "max_tokens": 900}
+    call = {"tools": LONG_CALL, "tool_choice": {"type": "any"}, "max_tokens": 900}
     tasks = [
         asyncio.create_task(clients.stream_openai(HELLO, **NEVER_ENDS)),
-        asyncio.create_task(clients.stream_anthropic(HELLO, extra_body=SLOW, **letter)),
+        asyncio.create_task(clients.stream_anthropic(HELLO, extra_body=SLOW, **call)),
         asyncio.create_task(clients.ask_remote(HELLO, policy="autoregressive", sampling=sampling)),
     ]
     assert len(tasks) == SLOTS
