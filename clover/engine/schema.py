@@ -282,15 +282,22 @@ _LEAST: Final = _Kind(
 )
 _NUMBER: Final = _Kind("a number from -2**53 to 2**53", _is_number)
 _NAMES: Final = _Kind(
-    "a list of texts",
-    lambda value: _is_list(value) and all(isinstance(name, str) for name in value),
+    "a list of different texts",
+    lambda value: (
+        _is_list(value)
+        and all(isinstance(name, str) for name in value)
+        and len(set(value)) == len(value)
+    ),
 )
 _TYPE: Final = _Kind(
-    f"one or several of {', '.join(_TYPES)}",
+    f"one or several different of {', '.join(_TYPES)}",
     lambda value: (
         value in _TYPES
         if isinstance(value, str)
-        else _is_list(value) and bool(value) and all(name in _TYPES for name in value)
+        else _is_list(value)
+        and bool(value)
+        and all(name in _TYPES for name in value)
+        and len(set(value)) == len(value)
     ),
 )
 _FACTOR: Final = _Kind(
@@ -312,7 +319,7 @@ _KINDS: Final[Mapping[str, _Kind]] = {
     "items": _ITEMS,
     "additionalProperties": _SCHEMA,
     "required": _NAMES,
-    "prefixItems": _LIST,
+    "prefixItems": _FILLED,
     **dict.fromkeys(("maxLength", "maxItems", "maxProperties"), _COUNT),
     **dict.fromkeys(_LEASTS, _LEAST),
     "pattern": _TEXT,
