@@ -43,7 +43,7 @@ _MAX_COUNT: Final = 2**31 - 1
 _MAX_DEMANDED: Final = 2**20  # items or characters: no context holds more
 _MAX_NUMBER: Final = 2**53  # up to here a double has every whole number
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
-_LEASTS: Final = ("minLength", "minItems", "minProperties")
+_DEMANDS: Final = ("minLength", "minItems", "minProperties")
 _BOUNDS: Final = (
     ("minLength", "maxLength"),
     ("minItems", "maxItems"),
@@ -202,8 +202,8 @@ def _can_end(schema: object, open_: set[str]) -> bool:
     types = _types(schema)
     if not types or types - {"object", "array"} or "const" in schema or "enum" in schema:
         return True
-    required = set(schema.get("required", ()))
-    members = [part for key, part in schema.get("properties", {}).items() if key in required]
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    members = [properties.get(key, others) for key in schema.get("required", ())]
     least = schema.get("minItems", 0)
     items = list(schema.get("prefixItems", ()))
     rest = [schema["items"]] if "items" in schema and least > len(items) else []
@@ -321,7 +321,7 @@ _KINDS: Final[Mapping[str, _Kind]] = {
     "required": _NAMES,
     "prefixItems": _FILLED,
     **dict.fromkeys(("maxLength", "maxItems", "maxProperties"), _COUNT),
-    **dict.fromkeys(_LEASTS, _LEAST),
+    **dict.fromkeys(_DEMANDS, _LEAST),
     "pattern": _TEXT,
     "format": _TEXT,
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),

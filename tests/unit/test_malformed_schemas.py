@@ -131,6 +131,8 @@ WRONG: list[tuple[Schema, str]] = [
     ({"$ref": "https://example.org/schema"}, "https://example.org/schema"),
     ({"$ref": "#anchor"}, "#anchor"),
     (refer("a/title", a={"title": "no schema"}), "$ref"),
+    ({"anyOf": [{}, {"$ref": "#/anyOf/" + "9" * 5000}]}, "where there is none"),
+    (refer("a", a=members(required=["n"], additionalProperties=SELF)), "always holds another"),
     (refer("a", a=SELF), "always holds another"),
     (refer("a", a={"$ref": "#/$defs/b"}, b=SELF), "always holds another"),
     (refer("a", a={"anyOf": [SELF, SELF]}), "always holds another"),
@@ -302,6 +304,12 @@ def test_what_a_request_may_cost_those_who_share_its_passes_is_bounded(
     ):
         assert named in refusal(post(client, chat, {field: value}))
     assert "stop_sequences" in refusal(call(client, tool(members()), stop_sequences=["x"] * 17))
+
+
+@pytest.mark.parametrize("value", [True, 0, 0.0, "false"])
+def test_what_is_accepted_only_as_false_is_that(client: httpx2.Client, value: Any) -> None:
+    for body in ({"store": value}, {"stream_options": {"include_obfuscation": value}}):
+        assert next(iter(body)) in refusal(post(client, "/v1/chat/completions", body))
 
 
 def test_a_refusal_repeats_little_of_a_large_request(client: httpx2.Client) -> None:
