@@ -847,8 +847,9 @@ def resolve_reference(reference: str, root: Mapping[str, Any]) -> object:
     node: object = root
     for name in unquote(reference).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list | tuple) and name.isdecimal() and int(name) < len(node):
-            node = node[int(name)]
+        if isinstance(node, list | tuple):
+            is_index = name.isdecimal() and len(name) < 9 and int(name) < len(node)
+            node = node[int(name)] if is_index else None
         else:
             node = node.get(name) if isinstance(node, Mapping) else None
     return node

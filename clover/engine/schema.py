@@ -43,7 +43,7 @@ _MAX_COUNT: Final = 2**31 - 1
 _MAX_DEMANDED: Final = 2**20  # items or characters: no context holds more
 _MAX_NUMBER: Final = 2**53  # up to here a double has every whole number
 _TYPES: Final = ("null", "boolean", "object", "array", "number", "string", "integer")
-_LEASTS: Final = ("minLength", "minItems", "minProperties")
+_DEMANDS: Final = ("minLength", "minItems", "minProperties")
 _BOUNDS: Final = (
     ("minLength", "maxLength"),
     ("minItems", "maxItems"),
@@ -202,8 +202,8 @@ def _can_end(schema: object, open_: set[str]) -> bool:
     types = _types(schema)
     if not types or types - {"object", "array"} or "const" in schema or "enum" in schema:
         return True
-    required = set(schema.get("required", ()))
-    members = [part for key, part in schema.get("properties", {}).items() if key in required]
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    members = [properties.get(key, others) for key in schema.get("required", ())]
     least = schema.get("minItems", 0)
     items = list(schema.get("prefixItems", ()))
     rest = [schema["items"]] if "items" in schema and least > len(items) else []
@@ -282,15 +282,22 @@ _LEAST: Final = _Kind(
 )
 _NUMBER: Final = _Kind("a number from -2**53 to 2**53", _is_number)
 _NAMES: Final = _Kind(
-    "a list of texts",
-    lambda value: _is_list(value) and all(isinstance(name, str) for name in value),
+    "a list of different texts",
+    lambda value: (
+        _is_list(value)
+        and all(isinstance(name, str) for name in value)
+        and len(set(value)) == len(value)
+    ),
 )
 _TYPE: Final = _Kind(
-    f"one or several of {', '.join(_TYPES)}",
+    f"one or several different of {', '.join(_TYPES)}",
     lambda value: (
         value in _TYPES
         if isinstance(value, str)
-        else _is_list(value) and bool(value) and all(name in _TYPES for name in value)
+        else _is_list(value)
+        and bool(value)
+        and all(name in _TYPES for name in value)
+        and len(set(value)) == len(value)
     ),
 )
 _FACTOR: Final = _Kind(
@@ -312,9 +319,9 @@ _KINDS: Final[Mapping[str, _Kind]] = {
     "items": _ITEMS,
     "additionalProperties": _SCHEMA,
     "required": _NAMES,
-    "prefixItems": _LIST,
+    "prefixItems": _FILLED,
     **dict.fromkeys(("maxLength", "maxItems", "maxProperties"), _COUNT),
-    **dict.fromkeys(_LEASTS, _LEAST),
+    **dict.fromkeys(_DEMANDS, _LEAST),
     "pattern": _TEXT,
     "format": _TEXT,
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),

@@ -65,11 +65,14 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _check_text(value: str) -> str:
-    if not _is_text(value):
-        raise ValueError("expected Unicode text, found half of a surrogate pair")
+def _check_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported; leave it out")
     return value
 
+
+No = Annotated[bool, AfterValidator(_check_false), Field(json_schema_extra={"const": False})]
+"""False and nothing else: a `Literal[False]` would take 0, which equals it."""
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_json)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -229,7 +232,7 @@ class StreamOptions(_Body):
     """What a stream holds besides its deltas. An answer that is not streamed always has its usage."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: No = False
 
 
 class ChatTemplateOptions(_Body):
@@ -268,7 +271,7 @@ class OpenAiHabits(_Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: No | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: list[Literal["text"]] | None = None
 

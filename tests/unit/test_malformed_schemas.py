@@ -6,16 +6,22 @@ Through both APIs, into a real engine, in which somebody else's answer is being 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
+import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.serving import serving
 from tests.tiny import make_tiny_backend
 
 Schema = dict[str, Any]
+NUM_EXAMPLES = int(os.environ.get("CLOVER_FUZZ_EXAMPLES", "50"))
+"""Of schemas drawn by chance; more by hand."""
 
 
 def nest(schema: Any, levels: int, wrap: Callable[[Any], Schema]) -> Schema:
@@ -69,6 +75,9 @@ WRONG: list[tuple[Schema, str]] = [
     (members(required=3), "#/required"),
     (members(required=None), "#/required"),
     (members(required=[1]), "#/required"),
+    (members(required=["a", "a"]), "#/required"),
+    ({"type": ["string", "string"]}, "#/type"),
+    (items(prefixItems=[]), "#/prefixItems"),
     (members(minProperties="2"), "#/minProperties"),
     (members(maxProperties=-1), "#/maxProperties"),
     (items(items="x"), "#/items"),
@@ -122,6 +131,8 @@ WRONG: list[tuple[Schema, str]] = [
     ({"$ref": "https://example.org/schema"}, "https://example.org/schema"),
     ({"$ref": "#anchor"}, "#anchor"),
     (refer("a/title", a={"title": "no schema"}), "$ref"),
+    ({"anyOf": [{}, {"$ref": "#/anyOf/" + "9" * 5000}]}, "where there is none"),
+    (refer("a", a=members(required=["n"], additionalProperties=SELF)), "always holds another"),
     (refer("a", a=SELF), "always holds another"),
     (refer("a", a={"$ref": "#/$defs/b"}, b=SELF), "always holds another"),
     (refer("a", a={"anyOf": [SELF, SELF]}), "always holds another"),
@@ -295,6 +306,12 @@ def test_what_a_request_may_cost_those_who_share_its_passes_is_bounded(
     assert "stop_sequences" in refusal(call(client, tool(members()), stop_sequences=["x"] * 17))
 
 
+@pytest.mark.parametrize("value", [True, 0, 0.0, "false"])
+def test_what_is_accepted_only_as_false_is_that(client: httpx2.Client, value: Any) -> None:
+    for body in ({"store": value}, {"stream_options": {"include_obfuscation": value}}):
+        assert next(iter(body)) in refusal(post(client, "/v1/chat/completions", body))
+
+
 def test_a_refusal_repeats_little_of_a_large_request(client: httpx2.Client) -> None:
     assert len(refusal(ask(client, text(enum=["<tool_call>" * 10_000])))) < 1100
     long = "x" * 100_000
@@ -331,3 +348,67 @@ def test_what_is_refused_hurts_nobody_else(client: httpx2.Client) -> None:
         assert "cannot go on" in refusal(ask(client, WIDE))
         written += [json.loads(line[6:]) for line in lines]
     assert "".join(chunk["choices"][0]["text"] for chunk in written) == alone[0]["text"]
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 5),
+    st.sampled_from([10**9, 10**30, 0.5, 1e300, INFINITE]),
+    st.sampled_from(["a", "string", "#", "#/$defs/a", "date", "[ab]{2}", "(", "", "\0", "\ud800"]),
+)
+
+
+def half_wrong(schemas: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Returns schemas, each of whose keywords is right, or has another's value, or junk."""
+    named = st.dictionaries(st.sampled_from("ab"), schemas, max_size=2)
+    listed = st.lists(schemas, max_size=2)
+    count, bound = st.integers(0, 4), st.integers(-4, 4) | st.floats(-4, 4)
+    right: dict[str, st.SearchStrategy[Any]] = {
+        "type": st.sampled_from(["object", "array", "string", "integer", "number", "null"])
+        | st.lists(st.sampled_from(["object", "string", "boolean"]), max_size=2),
+        "enum": st.lists(JUNK, max_size=3),
+        "const": JUNK,
+        "$ref": st.sampled_from(["#/$defs/a", "#/$defs/b", "#"]),
+        **dict.fromkeys(("properties", "$defs", "patternProperties"), named),
+        **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), listed),
+        **dict.fromkeys(("items", "additionalProperties", "not"), schemas),
+        "required": st.lists(st.sampled_from("abc"), max_size=2),
+        **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "maxProperties"), count),
+        **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "multipleOf"), bound),
+        "pattern": st.sampled_from(["^a+$", "b", "(a|b){2,3}", "</think>"]),
+        "format": st.sampled_from(["date", "uuid", "email", "ipv6"]),
+        "nullable": st.booleans(),
+    }
+    keywords = st.fixed_dictionaries({}, optional=right)
+    few = st.lists(st.sampled_from(list(right)), max_size=4, unique=True)
+    mostly = st.tuples(keywords, few).map(
+        lambda pair: {k: pair[0][k] for k in pair[1] if k in pair[0]}
+    )
+    wrong = st.dictionaries(st.sampled_from(list(right)), JUNK | schemas, max_size=1)
+    return st.builds(lambda one, other: one | other, mostly, st.just({}) | wrong)
+
+
+SCHEMAS = st.recursive(st.just({}) | st.booleans() | JUNK, half_wrong, max_leaves=6)
+
+
+@settings(max_examples=NUM_EXAMPLES)
+@given(schema=half_wrong(SCHEMAS), seed=st.integers(0, 99), is_tool=st.booleans())
+def test_no_schema_is_a_failure_and_no_answer_breaks_one(
+    client: httpx2.Client, schema: Schema, seed: int, is_tool: bool
+) -> None:
+    if is_tool:
+        response = call(client, tool(members(properties={"a": schema}, required=["a"])))
+    else:
+        response = ask(client, schema, seed=seed, temperature=1.0, max_tokens=40)
+    assert response.status_code == 200 or refusal(response)
+    if response.status_code == 200:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        choices = response.json().get("choices", [])
+        for choice in choices:
+            if choice["finish_reason"] == "stop":
+                answer = json.loads(choice["message"]["content"])
+                jsonschema.validate(answer, schema, jsonschema.Draft202012Validator)
+        for block in response.json().get("content", []):
+            if block["type"] == "tool_use":
+                jsonschema.validate(block["input"]["a"], schema, jsonschema.Draft202012Validator)
