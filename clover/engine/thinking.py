@@ -22,7 +22,8 @@ class ThinkingBudget:
     Attributes:
         num_tokens: Most tokens before thinking is closed.
         closing: What is written then; holds `end_token_id`.
-        end_token_id: Ends thinking: once it is written the budget has no effect.
+        end_token_id: Ends thinking: once it is written the budget has no effect. It is not written
+            again where the budget has had it written.
         vocab_size: V.
         eos_token_ids: The tokens that end a text.
         answer: What the text has to be besides; None leaves it free.
@@ -61,7 +62,10 @@ class BudgetedText:
             return allowed
         if self._answer is not None:
             return self._answer.allowed()
-        return torch.ones(self._budget.vocab_size, dtype=torch.bool)
+        allowed = torch.ones(self._budget.vocab_size, dtype=torch.bool)
+        if self._is_cut(self._tokens):
+            allowed[self._budget.end_token_id] = False
+        return allowed
 
     def forced(self) -> list[int]:
         """Returns tokens that come next whatever the model predicts."""
@@ -76,8 +80,11 @@ class BudgetedText:
         if self._answer is not None:
             num_valid = self._answer.validate(tokens)
         for index in range(num_valid):
-            owed = self._owed([*self._tokens, *tokens[:index]])
+            before = [*self._tokens, *tokens[:index]]
+            owed = self._owed(before)
             if owed and owed[0] != tokens[index]:
+                return index
+            if tokens[index] == self._budget.end_token_id and self._is_cut(before):
                 return index
         return num_valid
 
@@ -96,6 +103,12 @@ class BudgetedText:
         if self._answer is not None:
             self._answer.rollback(num_tokens)
         del self._tokens[len(self._tokens) - num_tokens :]
+
+    def _is_cut(self, tokens: Sequence[int]) -> bool:
+        """Returns whether the budget has closed thinking: a model that thinks on may not do it again."""
+        budget = self._budget
+        is_closed = len(tokens) >= budget.num_tokens + len(budget.closing)
+        return is_closed and budget.end_token_id not in tokens[: budget.num_tokens]
 
     def _owed(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Returns what has to follow `tokens` before anything else may."""

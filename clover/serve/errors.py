@@ -110,6 +110,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     Args:
         errors: As pydantic lists them; an unknown field is the most telling.
     """
+    if errors[0]["type"] == "json_invalid":
+        place, reason = errors[0]["loc"][-1], errors[0]["ctx"]["error"]
+        return ApiError(400, f"expected a body of JSON, found at character {place}: {reason}")
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     error = (unknown or list(errors))[0]
     field = ".".join(str(part) for part in error["loc"] if part != "body")

@@ -447,6 +447,19 @@ def test_models_are_listed_and_others_are_not_found(client: openai.OpenAI) -> No
         ask(client, model="gpt")
 
 
+def test_broken_json_is_no_field_s_fault(client: openai.OpenAI) -> None:
+    with httpx2.Client(timeout=None) as plain:
+        answer = plain.post(
+            f"{client.base_url}chat/completions",
+            content=b'{"model": broken',
+            headers={"content-type": "application/json"},
+        )
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] is None
+    assert error["message"].startswith("expected a body of JSON, found at character 10: ")
+
+
 def test_what_is_no_request_at_all_gets_an_error_of_the_same_shape(client: openai.OpenAI) -> None:
     url = f"{client.base_url}chat/completions"
     with httpx2.Client(timeout=None) as plain:

@@ -103,3 +103,21 @@ def test_a_text_that_is_taken_back_owes_what_it_owed() -> None:
 def test_a_budget_of_nothing_is_refused() -> None:
     with pytest.raises(RequestError, match="budget"):
         make_budget(0)
+
+
+def test_what_the_budget_has_closed_is_not_closed_again() -> None:
+    text = make_budget(3).start()
+    text.commit([5, 6, 7])
+    text.commit(text.forced())
+    assert not text.allowed()[END]
+    assert text.allowed().sum() == 63
+    assert text.validate([8, END, 9]) == 1
+    text.rollback(1)
+    assert text.validate([CLOSING[-1], 8, END]) == 2
+
+
+def test_a_model_that_has_closed_thinking_itself_may_write_the_tag() -> None:
+    text = make_budget(3).start()
+    text.commit([5, END, 7, 8, 9, 10])
+    assert text.allowed().all()
+    assert text.validate([END]) == 1
