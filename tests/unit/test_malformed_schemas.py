@@ -20,7 +20,7 @@ from tests.serving import serving
 from tests.tiny import make_tiny_backend
 
 Schema = dict[str, Any]
-NUM_EXAMPLES = int(os.environ.get("CLOVER_FUZZ_EXAMPLES", "50"))
+NUM_EXAMPLES = int(os.environ.get("CLOVER_FUZZ_EXAMPLES", "20"))
 """Of schemas drawn by chance; more by hand."""
 
 
