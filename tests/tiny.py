@@ -22,10 +22,11 @@ MASK_ID, IM_END = 3, 2
 CONTEXT = 512
 
 
-def make_tiny_backend(**limits: int) -> LocalBackend:
+def make_tiny_backend(*, context: int = CONTEXT, **limits: int) -> LocalBackend:
     """Returns a backend of the model "tiny", whose text is noise and ends by chance.
 
     Args:
+        context: Most tokens of a prompt and its answer.
         limits: Of the engine.
     """
     tokenizer = Tokenizer.load(FOLDER)
@@ -33,7 +34,7 @@ def make_tiny_backend(**limits: int) -> LocalBackend:
         make_tiny_config(
             vocab_size=len(tokenizer) + 8,
             eos_token_ids=(IM_END,),
-            max_position_embeddings=CONTEXT,
+            max_position_embeddings=context,
             diffusion=DiffusionConfig(block_size=8, mask_token_id=MASK_ID),
         )
     )

@@ -7,29 +7,16 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
-import torch
 
-import clover
-from clover.backends.local import LocalBackend
-from clover.chat import ChatTemplate
-from clover.checkpoint.load import GenerationDefaults, LoadedCheckpoint
-from clover.config import DiffusionConfig
-from clover.engine.engine import EngineConfig
-from clover.model.transformer import CloverForCausalLM
-from clover.tokenizer import Tokenizer
-from tests.conftest import make_tiny_config
 from tests.schemas import random_schema
 from tests.serving import serving
+from tests.tiny import make_tiny_backend
 
-assert clover.__file__ is not None
-FOLDER = Path(clover.__file__).parent / "assets" / "nano"
-MASK_ID, IM_END = 3, 2
 MODEL = "tiny"
 NUM_UNDER_WAY = 32
 MAX_TOKENS = 600
@@ -51,29 +38,7 @@ class Tally:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """A model whose text is noise: that an answer validates is the server's doing alone."""
-    tokenizer = Tokenizer.load(FOLDER)
-    config = make_tiny_config(
-        vocab_size=len(tokenizer),
-        eos_token_ids=(IM_END,),
-        max_position_embeddings=4096,
-        diffusion=DiffusionConfig(block_size=8, mask_token_id=MASK_ID),
-    )
-    model = CloverForCausalLM(config)
-    model.init_weights(torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(4)
-        model.lm_head.weight.mul_(4)  # some tokens are likelier than others
-    checkpoint = LoadedCheckpoint(
-        folder=FOLDER,
-        model=model,
-        tokenizer=tokenizer,
-        template=ChatTemplate.load(FOLDER),
-        generation=GenerationDefaults(),
-    )
-    limits = EngineConfig(num_slots=8, max_waiting=NUM_UNDER_WAY)
-    with serving(LocalBackend(checkpoint, model=MODEL, config=limits)) as url:
+    with serving(make_tiny_backend(context=4096, num_slots=8, max_waiting=NUM_UNDER_WAY)) as url:
         yield url
 
 
