@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -330,9 +330,11 @@ def _train(
     return summary
 
 
-def validation_set(encoder: DocumentEncoder, split: str) -> list[Document]:
+def validation_set(
+    encoder: DocumentEncoder, split: str, families: Sequence[str] = FAMILIES
+) -> list[Document]:
     """Returns the documents on which training is evaluated; always the same ones."""
-    weights = dict.fromkeys(FAMILIES, 1.0)
+    weights = dict.fromkeys(families, 1.0)
     source = TaskSource(encoder, seed=VALIDATION_SEED, split=split, weights=weights)
     return [source.document(index) for index in range(VALIDATION_DOCUMENTS)]
 

@@ -11,6 +11,7 @@ The rest goes back to mask.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import UnionType
@@ -206,15 +207,16 @@ class _Decoder:
         A row's block is the pending token, which is known, and its draft. A pass without a draft is
         an autoregressive step. If all of a draft is accepted, the preview saw the true text and the
         next draft is read from it; else it is lost, and the next pass drafts only what is forced.
+        Behind a draft that ends the text nothing is previewed.
         """
         while self.rows:
-            logits, whole = yield from self._verify()
-            prediction = self._predict_canvases(logits)
-            for i, row in enumerate(self.rows):
-                if whole[i] and not row.is_finished:
-                    update = self._place(row, prediction, i)
-                    if update.kept:
-                        yield update
+            logits, is_seen = yield from self._verify()
+            if any(is_seen):
+                prediction = self._predict_canvases(logits)
+            for i in itertools.compress(range(len(self.rows)), is_seen):
+                update = self._place(self.rows[i], prediction, i)
+                if update.kept:
+                    yield update
             yield from self._drop_ended()
 
     def _look_up_and_verify(self) -> Iterator[Event]:
@@ -288,26 +290,34 @@ class _Decoder:
         """Commits of each draft what the AR sampler agrees with, and one token more.
 
         Returns the logits [B, n - 1, V] that predict what follows the last new token, and for which
-        rows they are good: those whose whole draft was accepted.
+        rows they are good: those that go on and whose whole draft was accepted.
         """
         blocks = [[*row.pending, *row.draft()] for row in self.rows]
         input_ids, lengths = self._pad(blocks)
+        previewing = [row.needs_preview() for row in self.rows]
         canvas = self._canvas_ids([[None] * self.block_size for _ in self.rows])
-        if self.fused:
+        if self.fused and any(previewing):
             logits, previewed, transaction = self.model.verify_and_preview(
                 self.cache, input_ids, canvas, lengths
             )
         else:
             logits, transaction = self.model.verify(self.cache, input_ids, lengths)
-        for row in self.rows:
-            row.previews += 1
-            row.passes += 1 if self.fused else 2
+        for row, has_preview in zip(self.rows, previewing, strict=True):
+            row.previews += has_preview
+            row.passes += 1 if self.fused else 1 + has_preview
         counts = yield from self._accept(logits)
         transaction.commit(counts)
+        if not any(previewing):
+            return logits[:, :0], previewing
         if not self.fused:
             previewed = self.model.preview(self.cache, canvas)
-        whole = [count == length for count, length in zip(counts, lengths, strict=True)]
-        return previewed[:, :-1] if self._diffusion.shift_logits else previewed[:, 1:], whole
+        is_seen = [
+            has_preview and count == length and not row.is_finished
+            for row, has_preview, count, length in zip(
+                self.rows, previewing, counts, lengths, strict=True
+            )
+        ]
+        return previewed[:, :-1] if self._diffusion.shift_logits else previewed[:, 1:], is_seen
 
     def _accept(self, logits: Tensor) -> Generator[Event, None, list[int]]:
         """Makes final what the AR sampler repeats of every draft, and one token more.

@@ -216,6 +216,18 @@ class Row:
         ends = (count for count, token_id in enumerate(prefix, 1) if token_id in self.eos)
         return prefix[: next(ends, None)]
 
+    def needs_preview(self) -> bool:
+        """Returns whether the text may go on behind a draft that is accepted whole.
+
+        Else the preview behind it would be read by nobody: a draft that errs loses it anyway.
+        """
+        draft = self.draft()
+        num_new = len(draft) + 1  # the verification adds a token of its own
+        num_left = self.rules.context - self.num_final
+        if self.request.max_tokens is not None:
+            num_left = min(num_left, self.request.max_tokens - len(self.output))
+        return num_new < num_left and not (draft and draft[-1] in self.eos)
+
     def open_positions(self) -> list[bool]:
         """Returns where a token may be placed: not right of a resolved EOS, which ends the text."""
         has_eos = itertools.accumulate(

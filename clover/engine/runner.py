@@ -50,7 +50,8 @@ def canvas_tokens(row: Row) -> list[int]:
         case Autoregressive() | PromptLookup():
             return []
         case Exact() | Relaxed():  # the block behind the draft, the token after it included
-            return mask_open([None] * row.block_size, row.rules.config)
+            num_masks = row.block_size if row.needs_preview() else 0
+            return mask_open([None] * num_masks, row.rules.config)
         case _:
             return mask_open(row.canvas, row.rules.config)
 

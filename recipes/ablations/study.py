@@ -15,7 +15,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from clover.checkpoint.convert import choose_mask_token_id, convert
-from clover.checkpoint.load import LoadedCheckpoint, load_checkpoint, resolve_checkpoint
+from clover.checkpoint.load import (
+    LoadedCheckpoint,
+    load_checkpoint,
+    load_model,
+    resolve_checkpoint,
+)
 from clover.config import read_config
 from clover.diffusion.policies import Exact, Policy, Threshold
 from clover.errors import TrainingInputError
@@ -32,7 +37,7 @@ from clover.train.packing import Packer
 from clover.train.preview_quality import score_previews
 from clover.train.run_files import git_commit
 from clover.train.state import STATE_FILE, has_state
-from clover.train.trainer import config_to_json
+from clover.train.trainer import config_to_json, train
 from recipes.ablations.results import (
     HistorySlot,
     Result,
@@ -160,12 +165,13 @@ class Study:
         with preview_formula(setup.formula):
             if setup.is_calibrated and not has_state(out):
                 self._calibrate(checkpoint.model, source)
-            summary = setup.trainer(
+            summary = train(
                 checkpoint.model,
                 config,
                 source,
                 on_event=lambda event: self._on_event(name, seed, event),
                 resume=has_state(out),
+                parent=load_model(self._parent) if config.losses.needs_parent else None,
             )
             if not summary.is_finished:
                 return None

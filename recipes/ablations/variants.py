@@ -26,10 +26,7 @@ from clover.diffusion.objective import ObjectiveConfig
 from clover.errors import TrainingInputError
 from clover.model import delta_net
 from clover.model.delta_net import history_slot_attention
-from clover.model.transformer import CloverForCausalLM
-from clover.train.data import DocumentSource
-from clover.train.events import SummaryEvent, TrainEvent
-from clover.train.trainer import TrainConfig, train
+from clover.train.trainer import TrainConfig
 from recipes.nano import BLOCK_SIZE, clover_training
 
 BASE: Final = "base"
@@ -54,22 +51,6 @@ class PreviewFormula(Protocol):
         ...
 
 
-class Trainer(Protocol):
-    """What trains a variant: `train`, or `train` with more of its arguments given."""
-
-    def __call__(
-        self,
-        model: CloverForCausalLM,
-        config: TrainConfig,
-        source: DocumentSource,
-        *,
-        on_event: Callable[[TrainEvent], None],
-        resume: bool,
-    ) -> SummaryEvent:
-        """Trains the model in place."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """All that one run is made of, its data and seed aside.
@@ -80,7 +61,6 @@ class Setup:
         formula: The preview operator of the GDN layers, while training and when evaluated.
         frozen: Parameters, by the last part of their names, that stay as conversion leaves them.
         is_calibrated: Whether tau, b and c are fitted before training.
-        trainer: A variant whose loss needs a second model binds it here, with `functools.partial`.
     """
 
     model: ModelConfig
@@ -88,7 +68,6 @@ class Setup:
     formula: PreviewFormula = history_slot_attention
     frozen: tuple[str, ...] = ()
     is_calibrated: bool = False
-    trainer: Trainer = train
 
     @property
     def diffusion(self) -> DiffusionConfig:
@@ -168,6 +147,12 @@ def distillation(setup: Setup) -> Setup:
     return _with_losses(setup, replace(setup.training.losses, distillation_weight=1.0))
 
 
+def parent_distillation(setup: Setup) -> Setup:
+    """Returns the setup whose clean stream learns the frozen parent's distributions, as `distill` does."""
+    losses = replace(setup.training.losses, clean_distillation_weight=1.0, teacher="parent")
+    return _with_losses(setup, losses)
+
+
 def complementary_masks(setup: Setup) -> Setup:
     """Returns the setup whose second canvas of a block masks what the first one shows."""
     return replace(setup, training=replace(setup.training, complementary_masks=True))
@@ -206,6 +191,9 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     "edits": Variant(edits, f"random edits, probability {EDIT_PROBABILITY:g}"),
     "in_place": Variant(in_place, "predictions read in place"),
     "distillation": Variant(distillation, "self distillation, weight 1"),
+    "parent_distillation": Variant(
+        parent_distillation, "commit path distilled from the parent, weight 1"
+    ),
     "complementary_masks": Variant(complementary_masks, "complementary masks"),
     "calibrated": Variant(calibrated, "tau, b, c fitted before training"),
 }

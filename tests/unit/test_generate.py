@@ -28,6 +28,7 @@ from clover.diffusion.policies import (
     Relaxed,
     Threshold,
 )
+from clover.diffusion.rows import make_rules, start_row
 from clover.diffusion.sampling import SamplingParams
 from clover.errors import GenerationError, PromptError, RequestError
 from clover.model.transformer import CloverForCausalLM
@@ -329,7 +330,39 @@ def test_exact_verifies_and_drafts_in_one_pass_and_never_takes_more_than_one_a_t
 ) -> None:
     for threshold in (0.0, 0.3, 1.0):
         stats = run_one(model, Exact(threshold=threshold)).stats
-        assert stats.passes == stats.previews == stats.commits <= stats.tokens
+        assert stats.previews < stats.passes == stats.commits <= stats.tokens
+
+
+def test_behind_a_draft_that_ends_the_text_nothing_is_previewed(model: CloverForCausalLM) -> None:
+    plain = run_one(model, Autoregressive(), max_tokens=BLOCK_SIZE)
+    one = run_one(model, Exact(threshold=0.0), max_tokens=1)
+    assert (one.stats.passes, one.stats.previews) == (1, 0)
+    # Its last pass verifies what fills up the text: as long as it is free to draft on, it previews
+    full = run_one(model, Exact(threshold=0.0), max_tokens=BLOCK_SIZE)
+    assert full.token_ids == plain.token_ids
+    assert full.stats.previews < full.stats.passes
+    row = start_row(
+        0,
+        GenerationRequest(prompt_ids=(5, 6), policy=Exact(), max_tokens=8),
+        make_rules(model.config, decode=None, eos_token_ids=[9], forbidden_token_ids=()),
+        4,
+        0.0,
+    )
+    row.begin()
+    canvases: list[tuple[list[int | None], bool]] = [
+        ([None, None, None], True),
+        ([7, None, None], True),
+        ([9, None, None], False),
+        ([7, 7, 9], False),
+        ([7, None, 9], True),  # what lies behind an open position is no part of the draft
+    ]
+    for canvas, is_needed in canvases:
+        row.canvas = canvas
+        assert row.needs_preview() is is_needed
+    row.canvas, row.output = [7, 7, 7], [7] * 4
+    assert not row.needs_preview()  # three, and the verification's own: all that is left
+    row.output.pop()
+    assert row.needs_preview()
 
 
 def test_a_draft_that_is_right_needs_no_pass_of_its_own(model: CloverForCausalLM) -> None:
