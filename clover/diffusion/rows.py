@@ -217,16 +217,17 @@ class Row:
         return prefix[: next(ends, None)]
 
     def needs_preview(self) -> bool:
-        """Returns whether the text may go on behind a draft that is accepted whole.
+        """Returns whether a next draft is to be read from a preview behind this one.
 
-        Else the preview behind it would be read by nobody: a draft that errs loses it anyway.
+        Not where the draft, accepted whole, ends the text: if it errs, the preview is lost anyway.
         """
         draft = self.draft()
         num_new = len(draft) + 1  # the verification adds a token of its own
         num_left = self.rules.context - self.num_final
         if self.request.max_tokens is not None:
             num_left = min(num_left, self.request.max_tokens - len(self.output))
-        return num_new < num_left and not (draft and draft[-1] in self.eos)
+        ends = num_new >= num_left or (bool(draft) and draft[-1] in self.eos)
+        return self.block_size > 1 and not ends
 
     def open_positions(self) -> list[bool]:
         """Returns where a token may be placed: not right of a resolved EOS, which ends the text."""

@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
@@ -27,6 +28,8 @@ from clover.engine.scheduler import Plan, Scheduler
 from clover.errors import ConfigError
 from clover.model.transformer import CloverForCausalLM
 
+CPU_PREVIEW_TOKENS: Final = 64  # measured on clover-nano, docs/log.md
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -38,12 +41,17 @@ class EngineConfig:
         prefill_chunk_size: Most prompt tokens committed between two decoding passes, and how far
             apart the states lie that the prefix cache keeps of a prompt.
         prefix_cache_bytes: Most bytes of states kept for later prompts; 0 keeps none.
+        preview_tokens: Most positions that rows of `exact` without a constraint preview in one
+            pass, all together: many rows get shorter blocks, down to autoregressive steps. Their
+            texts stay the same. None: 64 on a CPU, where every token makes a pass longer; no limit
+            on a GPU.
     """
 
     num_slots: int = 8
     max_waiting: int = 256
     prefill_chunk_size: int = 256
     prefix_cache_bytes: int = 256 * 2**20
+    preview_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -51,9 +59,10 @@ class EngineConfig:
             ("max_waiting", 0),
             ("prefill_chunk_size", 1),
             ("prefix_cache_bytes", 0),
+            ("preview_tokens", 1),
         ):
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; allowed: {least} or more")
 
 
@@ -127,6 +136,7 @@ class Engine:
             ),
             prefix_cache=PrefixCache(self.config.prefix_cache_bytes),
             prefill_chunk_size=self.config.prefill_chunk_size,
+            preview_tokens=self._preview_tokens(),
         )
         self._clock = clock
         self._ids = itertools.count()
@@ -145,7 +155,7 @@ class Engine:
         self.scheduler.check_room()
         row = start_row(next(self._ids), generation, self.rules, block_size, time.perf_counter())
         deadline = None if request.timeout is None else self._clock() + request.timeout
-        job = Job(row=row, priority=request.priority, deadline=deadline)
+        job = Job(row=row, priority=request.priority, block_size=block_size, deadline=deadline)
         if row.constraint:
             row.constraint = job.guard = GuardedConstraint(
                 row.constraint,
@@ -193,6 +203,12 @@ class Engine:
             passes=self.runner.num_passes,
             prefill_passes=self.runner.num_prefill_passes,
         )
+
+    def _preview_tokens(self) -> int | None:
+        """Returns the limit of the config, or what suits the device."""
+        if self.config.preview_tokens is None and self.model.device.type == "cpu":
+            return CPU_PREVIEW_TOKENS
+        return self.config.preview_tokens
 
     def _emit(self, plan: Plan, events: list[EngineEvent]) -> list[EngineEvent]:
         """Adds the ends that no pass brought, and forgets whatever has ended."""

@@ -119,6 +119,7 @@ class Job:
 
     row: Row  # its index is the request's id
     priority: int
+    block_size: int  # asked for; a full engine may give the row a shorter one
     deadline: float | None  # seconds, of the engine's clock
     guard: GuardedConstraint | None = None  # the row's constraint
     is_cancelled: bool = False

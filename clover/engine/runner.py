@@ -64,6 +64,7 @@ class Runner:
         forbidden_ids: int64 [F], never drawn.
         prefix_cache: Where prompts may start from.
         prefill_chunk_size: Most prompt tokens committed in one step.
+        preview_tokens: Most positions that rows of `exact` preview in one pass; None: no limit.
     """
 
     def __init__(
@@ -73,11 +74,13 @@ class Runner:
         forbidden_ids: Tensor,
         prefix_cache: PrefixCache,
         prefill_chunk_size: int,
+        preview_tokens: int | None,
     ) -> None:
         self.model = model
         self.forbidden_ids = forbidden_ids
         self.prefix_cache = prefix_cache
         self.prefill_chunk_size = prefill_chunk_size
+        self.preview_tokens = preview_tokens
         self.cache = model.new_cache(0)
         self.jobs: list[Job] = []  # in the order of the cache's rows
         self.num_passes = 0
@@ -161,6 +164,7 @@ class Runner:
     @torch.no_grad()
     def _decode(self) -> list[Event]:
         """Runs one pass of all rows and takes each as far as it says."""
+        self._size_blocks()
         rows = [job.row for job in self.jobs]
         input_ids, lengths = self._pad([clean_tokens(row) for row in rows])
         canvas, canvas_lengths = self._pad([canvas_tokens(row) for row in rows])
@@ -185,6 +189,23 @@ class Runner:
         transaction.commit(accepted)
         is_whole = [count == length for count, length in zip(accepted, lengths, strict=True)]
         return events + self._read_preview(previewed, canvas_lengths, is_whole)
+
+    def _size_blocks(self) -> None:
+        """Gives each row of `exact` its share of what one pass previews, and at least a token.
+
+        Of no other policy: what it drafts is in its text. Nor with a constraint, which fills drafts
+        for nothing.
+        """
+        if self.preview_tokens is None:
+            return
+        drafting = [
+            job
+            for job in self.jobs
+            if isinstance(job.row.request.policy, Exact) and not job.row.constraint
+        ]
+        for job in drafting:
+            share = max(1, self.preview_tokens // len(drafting))
+            job.row.block_size = min(job.block_size, share)
 
     def _read_commit(self, clean: Tensor, lengths: Sequence[int]) -> tuple[list[int], list[Event]]:
         """Gives each row what follows its clean tokens.

@@ -113,6 +113,7 @@ configs = st.builds(
     max_waiting=st.just(7),
     prefill_chunk_size=st.sampled_from([1, 4, 16]),
     prefix_cache_bytes=st.sampled_from([0, 40_000, 2**24]),
+    preview_tokens=st.sampled_from([None, None, 1, 4, 9]),
 )
 
 
@@ -158,9 +159,9 @@ def plain_loop(model: CloverForCausalLM, request: EngineRequest) -> GenerationRe
     return result
 
 
-def summary(result: GenerationResult) -> tuple[object, ...]:
+def summary(result: GenerationResult, *, has_counts: bool = True) -> tuple[object, ...]:
     stats = result.stats
-    counts = stats.tokens, stats.previews, stats.commits, stats.passes
+    counts = (stats.tokens, stats.previews, stats.commits, stats.passes) if has_counts else None
     return result.token_ids, result.text, result.finish_reason, counts
 
 
@@ -176,7 +177,9 @@ def test_every_answer_is_the_plain_loops(
             assert visit.cancellation is not None
             assert found.token_ids == expected.token_ids[: len(found.token_ids)]
         else:
-            assert summary(found) == summary(expected)
+            # Shorter blocks are the same text in other passes; without a limit none is shortened
+            has_counts = config.preview_tokens is None
+            assert summary(found, has_counts=has_counts) == summary(expected, has_counts=has_counts)
     assert_empty(engine)
 
 

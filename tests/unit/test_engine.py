@@ -188,6 +188,23 @@ def test_a_commit_costs_no_pass_of_its_own(lively_model: CloverForCausalLM, poli
     assert engine.stats.tpf == engine.stats.tokens / engine.stats.row_passes
 
 
+def test_many_rows_of_exact_get_shorter_blocks_and_the_same_texts(
+    lively_model: CloverForCausalLM,
+) -> None:
+    requests = [
+        make_request(Exact(threshold=0.0), max_tokens=20, prompt_ids=(5, i)) for i in range(4)
+    ]
+    texts, previewed = [], []
+    for preview_tokens in (None, 8, 1):
+        engine = Engine(lively_model, EngineConfig(num_slots=4, preview_tokens=preview_tokens))
+        texts.append([result.token_ids for result in answer(engine, *requests)])
+        previewed.append(engine.stats.previews)
+        if preview_tokens == 1:  # autoregressive steps
+            assert engine.stats.row_passes == engine.stats.tokens
+    assert texts[0] == texts[1] == texts[2]
+    assert previewed[2] == 0 < previewed[0]
+
+
 def test_rows_of_all_policies_and_block_sizes_share_passes(lively_model: CloverForCausalLM) -> None:
     requests = [make_request(policy, block_size=3 + 2 * i) for i, policy in enumerate(POLICIES)]
     engine = Engine(lively_model)
