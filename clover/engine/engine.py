@@ -28,7 +28,7 @@ from clover.engine.scheduler import Plan, Scheduler
 from clover.errors import ConfigError
 from clover.model.transformer import CloverForCausalLM
 
-CPU_PREVIEW_TOKENS: Final = 64  # measured on clover-nano, docs/log.md
+CPU_PREVIEW_TOKENS: Final = 128  # measured on clover-nano, docs/log.md
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class EngineConfig:
         prefix_cache_bytes: Most bytes of states kept for later prompts; 0 keeps none.
         preview_tokens: Most positions that rows of `exact` without a constraint preview in one
             pass, all together: many rows get shorter blocks, down to autoregressive steps. Their
-            texts stay the same. None: 64 on a CPU, where every token makes a pass longer; no limit
+            texts stay the same. None: 128 on a CPU, where every token makes a pass longer; no limit
             on a GPU.
     """
 

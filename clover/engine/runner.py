@@ -3,7 +3,7 @@
 Prompts are prefilled one by one in chunks, each in a cache of its own, so that a long one neither
 pads nor stops the others. Then ONE pass serves all rows that decode, each in its own phase: it
 commits a block and previews the next, verifies a draft and previews behind it, or commits one
-token.
+token. Of a row that is alone it commits the end of the prompt, too.
 
 Shapes: B rows, T clean tokens, n canvas tokens, D hidden width.
 """
@@ -33,7 +33,7 @@ from clover.diffusion.sampling import Prediction
 from clover.engine.prefix_cache import PrefixCache
 from clover.engine.request import EngineEvent, Failed, Job
 from clover.engine.scheduler import Plan
-from clover.model.transformer import CloverForCausalLM
+from clover.model.transformer import CloverForCausalLM, Transaction
 
 
 def clean_tokens(row: Row) -> list[int]:
@@ -110,17 +110,18 @@ class Runner:
         joined = []
         for job in jobs:
             if budget > 0 and job not in self.jobs:
-                budget -= self._prefill_one(job, budget)
+                budget -= self._prefill_one(job, budget, is_alone=len(jobs) == 1)
                 if job in self.jobs:
                     joined.append(job)
         return joined
 
-    def _prefill_one(self, job: Job, budget: int) -> int:
+    def _prefill_one(self, job: Job, budget: int, *, is_alone: bool) -> int:
         """Commits chunks of one prompt and joins it to the batch when whole; returns tokens spent.
 
         Chunks end at multiples of the chunk size, wherever the prefix cache let the prompt start:
         from a stored multiple on, it is computed in the same pieces, and to the same bits, as
-        without a hit.
+        without a hit. Where nobody else is served, the last chunk is left to the first decoding
+        pass: a pass less until the first token, and no row is padded to the chunk's width.
         """
         prefix, size = job.prefix, self.prefill_chunk_size
         if job.prefill_cache is None:
@@ -129,6 +130,8 @@ class Runner:
         cache, spent = job.prefill_cache, 0
         while (start := cache.lengths[0]) < len(prefix) and spent < budget:
             stop = min(len(prefix), (start // size + 1) * size)
+            if is_alone and stop % size:
+                break
             input_ids = torch.tensor([prefix[start:stop]], device=self.model.device)
             nothing = input_ids[:, :0]
             _, transaction = self.model.mixed_pass(cache, input_ids, nothing, [stop - start], [0])
@@ -136,10 +139,12 @@ class Runner:
             self.prefix_cache.store(prefix[:stop], cache, 0)
             self.num_prefill_passes += 1
             spent += stop - start
-        if cache.lengths[0] == len(prefix):
+        rest = prefix[start:]
+        if not rest or (is_alone and spent < budget):
             self.cache.extend(cache)
             self.jobs.append(job)
             job.prefill_cache = None
+            job.row.pending = [*rest, *job.row.pending]
         return spent
 
     def _drop_ended(self) -> list[Failed]:
@@ -166,6 +171,7 @@ class Runner:
         """Runs one pass of all rows and takes each as far as it says."""
         self._size_blocks()
         rows = [job.row for job in self.jobs]
+        prompt_lengths = self._prompt_lengths()
         input_ids, lengths = self._pad([clean_tokens(row) for row in rows])
         canvas, canvas_lengths = self._pad([canvas_tokens(row) for row in rows])
         hidden_states, transaction = self.model.mixed_pass(
@@ -174,9 +180,12 @@ class Runner:
             canvas,
             lengths,
             canvas_lengths,
-            keep_trace=any(isinstance(row.request.policy, VerifiedPolicy) for row in rows),
+            keep_trace=any(isinstance(row.request.policy, VerifiedPolicy) for row in rows)
+            or any(prompt_lengths),
         )
         self.num_passes += 1
+        if any(prompt_lengths):
+            self._store_prompts(transaction, prompt_lengths)
         clean, previewed = hidden_states.tensor_split([input_ids.shape[1]], dim=1)
         for i, (job, length) in enumerate(zip(self.jobs, lengths, strict=True)):
             job.row.passes += 1
@@ -184,11 +193,27 @@ class Runner:
             job.row.previews += bool(canvas_lengths[i])
             if length:
                 job.last_hidden = clean[i, length - 1]
-        accepted, events = self._read_commit(clean, lengths)
-        events += self._score(clean, accepted)
+        accepted, events = self._read_commit(clean, lengths, prompt_lengths)
+        events += self._score(clean, accepted, prompt_lengths)
         transaction.commit(accepted)
         is_whole = [count == length for count, length in zip(accepted, lengths, strict=True)]
         return events + self._read_preview(previewed, canvas_lengths, is_whole)
+
+    def _prompt_lengths(self) -> list[int]:
+        """Returns how many clean tokens of each row's next pass are of the prompt, its last apart."""
+        return [
+            max(0, len(job.row.request.prompt_ids) - 1 - length)
+            for job, length in zip(self.jobs, self.cache.lengths, strict=True)
+        ]
+
+    def _store_prompts(self, transaction: Transaction, prompt_lengths: Sequence[int]) -> None:
+        """Keeps the states of prompts that a decoding pass has read, as prefilling them would."""
+        if not self.prefix_cache.max_bytes:
+            return
+        history = transaction.peek(prompt_lengths)
+        for i, job in enumerate(self.jobs):
+            if prompt_lengths[i]:
+                self.prefix_cache.store(job.prefix, history, i)
 
     def _size_blocks(self) -> None:
         """Gives each row of `exact` its share of what one pass previews, and at least a token.
@@ -207,12 +232,15 @@ class Runner:
             share = max(1, self.preview_tokens // len(drafting))
             job.row.block_size = min(job.block_size, share)
 
-    def _read_commit(self, clean: Tensor, lengths: Sequence[int]) -> tuple[list[int], list[Event]]:
+    def _read_commit(
+        self, clean: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int]
+    ) -> tuple[list[int], list[Event]]:
         """Gives each row what follows its clean tokens.
 
         Args:
             clean: [B, T, D], hidden states of the clean tokens.
             lengths: How many each row has.
+            prompt_lengths: How many of these begin them and are of the prompt, its last apart.
 
         Returns:
             How many of them each row accepts, and the events.
@@ -223,7 +251,7 @@ class Runner:
         for i, job in enumerate(self.jobs):
             match job.row.request.policy:
                 case Exact() | Relaxed() | PromptLookup():
-                    starts[i] = 0
+                    starts[i] = prompt_lengths[i]
                 case Autoregressive() if not job.row.awaits_scores:
                     starts[i] = lengths[i] - 1
                 case _:
@@ -244,24 +272,28 @@ class Runner:
                 num_new, new_events = row.verify(tokens)
                 events += new_events
                 # Not past the end of the text, so that a next turn may start from this state
-                accepted[i] = min(num_new, row.num_final - self.cache.lengths[i])
+                num_accepted = prompt_lengths[i] + num_new
+                accepted[i] = min(num_accepted, row.num_final - self.cache.lengths[i])
         return accepted, events
 
-    def _score(self, clean: Tensor, accepted: Sequence[int]) -> list[Event]:
+    def _score(
+        self, clean: Tensor, accepted: Sequence[int], prompt_lengths: Sequence[int]
+    ) -> list[Event]:
         """Scores tokens of the rows that want log-probabilities; returns the events.
 
         Args:
             clean: [B, T, D], hidden states of the clean tokens.
             accepted: How many of them each row accepts.
+            prompt_lengths: How many of these are of the prompt, its last apart: they have no score.
         """
         wanting = [i for i, job in enumerate(self.jobs) if job.row.scorer and accepted[i]]
         if not wanting:
             return []
-        hidden_states = [clean[i, : accepted[i]] for i in wanting]
+        hidden_states = [clean[i, prompt_lengths[i] : accepted[i]] for i in wanting]
         logits = self.model.logits(pad_sequence(hidden_states, batch_first=True))
         events: list[Event] = []
         for i, row_logits in zip(wanting, logits, strict=True):
-            events += self.jobs[i].row.score(row_logits[: accepted[i]])
+            events += self.jobs[i].row.score(row_logits[: accepted[i] - prompt_lengths[i]])
         return events
 
     def _read_preview(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -117,14 +118,27 @@ class Transaction:
 
     def commit(self, accepted: Sequence[int]) -> None:
         """Commits the first `accepted[row]` of each row's tokens, without another forward."""
+        self._write(self.cache, accepted)
+        self.cache.version += 1
+
+    def peek(self, accepted: Sequence[int]) -> Cache:
+        """Returns the history that `commit` would leave, to be read before the next pass.
+
+        Keys and values are the cache's own, and nothing is committed.
+        """
+        layers = [copy(layer) for layer in self.cache.layers]
+        history = Cache(self.cache.config, layers, self.cache.lengths)
+        self._write(history, accepted)
+        return history
+
+    def _write(self, cache: Cache, accepted: Sequence[int]) -> None:
         _check_row_counts(accepted, self.num_valid, "accepted tokens")
         if self.version != self.cache.version:
             raise RuntimeError(
                 "expected to commit right after the pass, found that the cache has moved on: "
                 "commit or drop a transaction before the next pass"
             )
-        _apply(self.cache, self.updates, accepted, is_whole=list(accepted) == self.num_valid)
-        self.cache.version += 1
+        _apply(cache, self.updates, accepted, is_whole=list(accepted) == self.num_valid)
 
 
 class CloverForCausalLM(nn.Module):

@@ -235,7 +235,7 @@ def test_a_canvas_says_how_sure_the_model_was_of_what_it_filled(local: LocalBack
 
 
 def test_nano_says_how_likely_its_content_was(nano: LoadedCheckpoint, local: LocalBackend) -> None:
-    policies = ("exact", "threshold=0.5", "entropy_bound=0.5", "prompt_lookup", "autoregressive")
+    policies = ("exact", "threshold=0.9", "entropy_bound=0.5", "prompt_lookup", "autoregressive")
     prompt = nano.template.render(SUM.messages, enable_thinking=True)
 
     async def serve() -> list[tuple[list[ChatEvent], ChatFinished]]:
