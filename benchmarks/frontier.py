@@ -57,11 +57,12 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=1000, help="items per split, all families")
     parser.add_argument("--splits", nargs="+", default=["seen", "heldout"])
     parser.add_argument("--thresholds", nargs="+", type=float, default=list(THRESHOLDS))
+    parser.add_argument("--entropy-bounds", nargs="*", type=float, default=list(ENTROPY_BOUNDS))
     parser.add_argument("--tolerances", nargs="+", type=float, default=list(TOLERANCES))
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     options = parser.parse_args()
     policies: list[Policy] = [Threshold(threshold=value) for value in options.thresholds]
-    policies += [EntropyBound(bound=value) for value in ENTROPY_BOUNDS]
+    policies += [EntropyBound(bound=value) for value in options.entropy_bounds]
     policies += [Relaxed(tolerance=value) for value in options.tolerances]
     policies += [Exact(), Autoregressive()]
     job = partial(measure_split, options.parent, options.model, policies, options.items)
