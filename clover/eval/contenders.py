@@ -144,23 +144,24 @@ class EngineContender:
     def experts_per_pass(self, prompts: Sequence[Prompt], max_tokens: int) -> float | None:
         """Returns how many different experts a decoding pass at batch 1 chooses in a layer.
 
-        A mean over layers and passes; prefill does not count. None: the model has no experts.
+        A mean over layers and the passes of each answer but its first. None: there are none, or the
+        model has no experts.
         """
         modules = self.checkpoint.model.modules()
         num_layers = sum(isinstance(module, Experts) for module in modules)
         if not num_layers:
             return None
         engine = self.new_engine(num_slots=1, prefix_cache_bytes=0)
+        counts: list[int] = []
         for prompt in prompts:
             engine.submit(EngineRequest(generation=self._request(prompt, max_tokens)))
-        counts: list[int] = []
-        while engine.has_work:
-            num_passes = engine.stats.passes
-            with record_expert_choices(self.checkpoint.model) as choices:
-                engine.step()
-            if engine.stats.passes > num_passes:  # a step's last pass is the one that decodes
-                counts += [len(choice.unique()) for choice in choices[-num_layers:]]
-        return sum(counts) / len(counts)
+            first = engine.stats.passes + 1  # it may read the end of the prompt, too
+            while engine.has_work:
+                with record_expert_choices(self.checkpoint.model) as choices:
+                    engine.step()
+                if engine.stats.passes > first:  # no step prefills then: it has one pass
+                    counts += [len(choice.unique()) for choice in choices]
+        return sum(counts) / len(counts) if counts else None
 
     def new_engine(self, *, num_slots: int, prefix_cache_bytes: int) -> Engine:
         """Returns an engine that has served nothing yet."""

@@ -160,6 +160,10 @@ def test_a_variant_differs_from_the_base_in_what_it_names(tiny_config: ConfigFac
         "edits": {"training.edits.probability"},
         "in_place": {"training.losses.shift_logits", "model.diffusion.shift_logits"},
         "distillation": {"training.losses.distillation_weight"},
+        "parent_distillation": {
+            "training.losses.clean_distillation_weight",
+            "training.losses.teacher",
+        },
         "complementary_masks": {"training.complementary_masks"},
         "calibrated": {"is_calibrated"},
     }
