@@ -11,15 +11,14 @@ import torch
 
 from clover.checkpoint.load import resolve_checkpoint
 from clover.config import ModelConfig, MoeConfig
-from clover.errors import TrainingInputError
 from clover.model.transformer import CloverForCausalLM
-from clover.tasks import FAMILIES
 from clover.tokenizer import Tokenizer
 from clover.train import parallel
 from clover.train.data import DocumentEncoder, TaskSource
 from clover.train.events import SummaryEvent, TrainEvent
 from clover.train.state import has_state
 from clover.train.trainer import train
+from recipes.ablations.study import check_families
 from recipes.nano import PARENT_WEIGHTS, TOKENIZER, parent_config, parent_training, validation_set
 
 WIDTH: Final = 96
@@ -52,12 +51,9 @@ def train_small_parent(
     Goes on where it was cut. Layers are not compiled: that would take as long as the training.
 
     Raises:
-        TrainingInputError: An unknown family.
+        TrainingInputError: An unknown family, or none.
     """
-    if unknown := sorted(set(families) - set(FAMILIES)):
-        raise TrainingInputError(
-            f"expected some of the families {', '.join(FAMILIES)}, found {', '.join(unknown)}"
-        )
+    check_families(families)
     files = resolve_checkpoint(TOKENIZER)
     tokenizer = Tokenizer.load(files)
     encoder = DocumentEncoder(tokenizer)

@@ -66,6 +66,19 @@ OnEvent = Callable[[str, int, TrainEvent], None]
 """Is told the variant, the seed and what its training reports."""
 
 
+def check_families(families: Sequence[str]) -> None:
+    """Refuses names of families that there are not, and none at all.
+
+    Raises:
+        TrainingInputError: As it says.
+    """
+    unknown = sorted(set(families) - set(FAMILIES))
+    if unknown or not families:
+        raise TrainingInputError(
+            f"expected some of the families {', '.join(FAMILIES)}, found {', '.join(unknown) or 'none'}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyConfig:
     """What all runs of a study have in common.
@@ -90,11 +103,7 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         """Checks ranges; those of training are checked by its own config."""
-        if not self.families or (unknown := sorted(set(self.families) - set(FAMILIES))):
-            raise TrainingInputError(
-                f"expected some of the families {', '.join(FAMILIES)}, found "
-                f"{', '.join(unknown) if self.families else 'none'}"
-            )
+        check_families(self.families)
         for name in ("num_documents", "num_items", "max_tokens"):
             if getattr(self, name) < 1:
                 raise TrainingInputError(f"{name} must be at least 1, found {getattr(self, name)}")

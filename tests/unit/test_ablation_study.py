@@ -21,8 +21,10 @@ from clover.model.delta_net import history_slot_attention
 from clover.model.transformer import CloverForCausalLM
 from clover.train.events import StepEvent, TrainEvent
 from clover.train.state import STATE_FILE
+from recipes import nano
 from recipes.ablations.__main__ import INTERRUPTED, PLOT_FILE, USAGE_ERROR, main
 from recipes.ablations.results import RESULTS_FILE, Result, read_results
+from recipes.ablations.small_parent import WIDTH
 from recipes.ablations.study import BLOCK_SIZES, POLICIES, SPLITS, Study, StudyConfig
 from recipes.ablations.variants import VARIANTS
 from recipes.nano import clover_training
@@ -181,6 +183,18 @@ def test_the_command_line_runs_a_study_and_draws_up_its_table(
     assert main(["table", "--out", str(tmp_path)]) == 0
     assert "| no_c | c frozen at 0 | 3 |" in capsys.readouterr().out
     assert (tmp_path / PLOT_FILE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_line_trains_a_small_parent_that_a_study_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nano, "VALIDATION_DOCUMENTS", 2)
+    options = ["parent", "--out", str(tmp_path), "--steps", "1"]
+    assert main([*options, "--families", "arithmetic,juggling"]) == USAGE_ERROR
+    assert "found juggling" in capsys.readouterr().err
+    assert main([*options, "--families", "arithmetic"]) == 0
+    study = Study(tmp_path, _config(tmp_path / "parent"), lambda variant, seed, event: None)
+    assert study.base.model.hidden_size == WIDTH
 
 
 def test_a_study_that_a_signal_stops_says_so_with_its_exit_code(

@@ -18,7 +18,7 @@ from clover.config import (
     DiffusionConfig,
     ModelConfig,
 )
-from clover.model.cache import AttentionCache, Cache, DeltaNetCache
+from clover.model.cache import AttentionCache, Cache, DeltaNetCache, Snapshot
 from clover.model.transformer import CloverForCausalLM
 
 TOLERANCE = 1e-4
@@ -331,6 +331,25 @@ def test_a_transaction_commits_once() -> None:
     with pytest.raises(RuntimeError, match="transaction"):
         transaction.commit([2, 0, 4])
     assert list(cache.lengths) == [14, 0, 9]
+
+
+def test_peeking_shows_what_a_commit_would_leave_and_leaves_the_cache_alone() -> None:
+    cache = filled_cache()
+    before = [cache.snapshot(row) for row in range(3)]
+    _, transaction = random_model().verify(cache, random_ids(3, 4, seed=12))
+    history = transaction.peek([2, 0, 4])
+    for row, snapshot in enumerate(before):
+        assert_equal(cache.snapshot(row), snapshot)
+    seen = [history.snapshot(row) for row in range(3)]
+    transaction.commit([2, 0, 4])
+    for row, snapshot in enumerate(seen):
+        assert_equal(cache.snapshot(row), snapshot)
+
+
+def assert_equal(found: Snapshot, expected: Snapshot) -> None:
+    assert found.length == expected.length
+    for mine, theirs in zip(found.layers, expected.layers, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("change", range(3))

@@ -188,6 +188,21 @@ def test_a_commit_costs_no_pass_of_its_own(lively_model: CloverForCausalLM, poli
     assert engine.stats.tpf == engine.stats.tokens / engine.stats.row_passes
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_that_is_alone_ends_in_the_first_pass_and_is_known_afterwards(
+    lively_model: CloverForCausalLM, policy: Policy
+) -> None:
+    engine = Engine(lively_model)
+    [first] = answer(engine, make_request(policy))
+    assert engine.stats.prefill_passes == 0
+    assert engine.stats.passes == first.stats.passes
+    [again] = answer(engine, make_request(policy))
+    assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, len(PROMPT) - 1)
+    assert again.token_ids == first.token_ids
+    answer(engine, *(make_request(policy, prompt_ids=(7 + i, 9, 3)) for i in range(2)))
+    assert engine.stats.prefill_passes == 2  # who is not alone is prefilled apart
+
+
 def test_many_rows_of_exact_get_shorter_blocks_and_the_same_texts(
     lively_model: CloverForCausalLM,
 ) -> None:
