@@ -137,21 +137,30 @@ def clover_training(out: Path) -> TrainConfig:
 
 
 def distillation_training(out: Path) -> TrainConfig:
-    """Returns the last run: the adaptation goes on, and the frozen parent holds its commit path.
+    """Returns the last run: previews learn to draft, and the frozen parent holds the commit path.
 
-    A clean stream is nearly always right, so its losses are small beside the canvas's: they weigh more.
+    A draft starts anywhere and from masks alone, and ends at its first wrong token: blocks are cut and
+    weighted so. A clean stream is nearly always right, so its losses are small beside the canvas's:
+    they weigh more.
     """
     adaptation = clover_training(out)
     return replace(
         adaptation,
-        steps=400,
+        steps=1000,
         num_rows=8,
         optimizer=replace(adaptation.optimizer, learning_rate=1.5e-3),
         losses=replace(
-            adaptation.losses, ar_weight=2.0, clean_distillation_weight=2.0, teacher="parent"
+            adaptation.losses,
+            ar_weight=2.0,
+            clean_distillation_weight=2.0,
+            teacher="parent",
+            position_decay=8.0,
         ),
         decay_fraction=1.0,
-        canvas_length=192,
+        block_sizes=(8, 16, 16, 32),
+        block_skip_probability=0.75,
+        all_masks_probability=0.75,
+        canvas_length=256,
         seed=2,
     )
 

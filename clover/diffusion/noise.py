@@ -102,6 +102,7 @@ def noise_blocks(
     min_level: float,
     generator: torch.Generator,
     prefix_lengths: Tensor | None = None,
+    all_masks: Tensor | None = None,
 ) -> NoisedBlocks:
     """Returns blocks masked at a level drawn uniformly from (min_level, 1], one level per block.
 
@@ -116,6 +117,7 @@ def noise_blocks(
         generator: A CPU generator, the only source of randomness.
         prefix_lengths: Positions at each block's left that stay visible, [B, N]; fewer than the
             block's tokens. Everything right of them is masked. None: none.
+        all_masks: Blocks of which every token is masked, prefixes too, bool [B, N]. None: none.
     """
     if not 0.0 <= min_level < 1.0:
         raise ConfigError(f"min_level must be in [0, 1), found {min_level}")
@@ -128,6 +130,9 @@ def noise_blocks(
         level = level.where(prefix_lengths.to(level.device) == 0, 1.0)
         positions = torch.arange(targets.shape[-1], device=targets.device)
         can_mask = is_token & (positions >= prefix_lengths.unsqueeze(-1))
+    if all_masks is not None:
+        level = level.masked_fill(all_masks, 1.0)
+        can_mask = can_mask | (is_token & all_masks.unsqueeze(-1))
     # The least of the draws is masked in any case, so that no block is wasted
     draws = uniform.masked_fill(~can_mask, torch.inf)
     is_least = draws == draws.amin(dim=-1, keepdim=True)

@@ -42,6 +42,9 @@ class ObjectiveConfig:
     `end_weight` is the weight of a position right of the text's end. Its target is the end token
     again: a preview that has learned nothing there guesses at random, and what it is sure of by
     chance would be placed. 0 leaves those positions masks that nobody predicts.
+
+    `position_decay` is the number of positions over which a weight falls by e, from a block's first
+    on; 0: none falls. Behind the first wrong token of a draft nothing counts.
     """
 
     shift_logits: bool = True
@@ -56,6 +59,7 @@ class ObjectiveConfig:
     edit_weight: float = 1.0
     kept_weight: float = 0.0
     weight_by_level: bool = False
+    position_decay: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks ranges."""
@@ -63,6 +67,8 @@ class ObjectiveConfig:
             value = getattr(self, name)
             if not value >= 0.0:
                 raise ConfigError(f"{name} must be at least 0, found {value}")
+        if not self.position_decay >= 0.0:
+            raise ConfigError(f"position_decay must be at least 0, found {self.position_decay}")
         if self.clean_distillation_weight > 0 and self.teacher != "parent":
             raise ConfigError(
                 "clean_distillation_weight must be 0 unless teacher is 'parent': a clean stream has "
@@ -259,14 +265,18 @@ def diffusion_weights(noised: NoisedBlocks, is_token: Tensor, config: ObjectiveC
 
     For a mask 1, or one over the block's level if `weight_by_level`; `edit_weight` for a wrong token,
     `kept_weight` for a right one. Right of the document's end all is times `end_weight`, and what is
-    right there has none.
+    right there has none. Over a block's positions weights fall by `position_decay`.
     """
     masked = noised.masked.float()
     if config.weight_by_level:
         masked = masked / noised.level.unsqueeze(-1)
     kept = is_token & ~noised.masked & ~noised.edited
     weights = masked + config.edit_weight * noised.edited + config.kept_weight * kept
-    return weights * torch.where(is_token, 1.0, config.end_weight)
+    weights = weights * torch.where(is_token, 1.0, config.end_weight)
+    if config.position_decay > 0:
+        positions = torch.arange(weights.shape[-1], device=weights.device)
+        weights = weights * torch.exp(-positions / config.position_decay)
+    return weights
 
 
 def two_stream_loss(

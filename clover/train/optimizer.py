@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from clover.errors import TrainingError
 from clover.train.parallel import local_part, local_tensor, share_out, whole_matrices
+from clover.train.precision import emulates_bf16
 
 OptimizerName = Literal["muon", "adamw"]
 
@@ -64,10 +65,11 @@ class OptimizerConfig:
 def newton_schulz(matrices: Tensor) -> Tensor:
     """Returns nearly orthogonal matrices with the singular vectors of [..., rows, columns].
 
-    Singular values end between about 0.7 and 1.2, which is good enough and cheap, also in bf16.
+    Singular values end between about 0.7 and 1.2, which is good enough and cheap, also in bf16. A
+    CPU that has to emulate bf16 computes in fp32.
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    x = matrices.bfloat16()
+    x = matrices.float() if emulates_bf16(matrices.device) else matrices.bfloat16()
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:])

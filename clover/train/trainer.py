@@ -67,6 +67,7 @@ from clover.train.packing import (
     share_blocks,
 )
 from clover.train.parallel import Parallelism
+from clover.train.precision import choose_precision, training_precision
 from clover.train.run_files import MetricsFile, write_run_file
 from clover.train.state import (
     SavedState,
@@ -94,14 +95,15 @@ class TrainConfig:
     Two-stream only: `block_sizes`, one of them drawn each step; `block_skip_probability`, see
     `draw_skips`; `canvas_length`, canvas tokens beside each row, None for as many as the row has, see
     `fill_slots`; `complementary_masks`, whether canvases come in pairs, the second of which masks
-    what the first shows, see `complement`; `prefix_probability`, see `draw_prefix_lengths`;
+    what the first shows, see `complement`; `all_masks_probability`, of a block that is all masks, which
+    is what a draft is made from; `prefix_probability`, of the others, see `draw_prefix_lengths`;
     `min_noise_level`, of the masked share; `edits`, wrong tokens to be repaired; `on_policy`,
     canvases of the model's own decoding; `coreset_anneal_fraction`, see `annealed_coreset_size`.
 
     `num_token_ids` is the tokenizer's length. Where the model's vocabulary goes on, rows are padding
     and never drawn; it is needed by what draws tokens.
 
-    `precision` is that of matrix products, see `choose_precision`; weights are fp32 in any case.
+    `precision` is that of matrix products, see `clover.train.precision`; weights are fp32 in any case.
 
     Scale: `parallelism`, see `clover.train.parallel`; `activation_checkpointing`, see `Decoder`;
     `compile_layers`, by torch.compile. A sharded model has no average and no edits or canvases that
@@ -125,6 +127,7 @@ class TrainConfig:
     block_skip_probability: float = 0.0
     canvas_length: int | None = None
     complementary_masks: bool = False
+    all_masks_probability: float = 0.0
     prefix_probability: float = 0.0
     min_noise_level: float = 0.0
     edits: EditConfig = field(default_factory=EditConfig)
@@ -147,8 +150,8 @@ class TrainConfig:
             if getattr(self, name) < minimum:
                 found = getattr(self, name)
                 raise ConfigError(f"{name} must be at least {minimum}, found {found}")
-        shares = ("decay_fraction", "block_skip_probability", "prefix_probability")
-        for name in (*shares, "coreset_anneal_fraction"):
+        shares = ("decay_fraction", "block_skip_probability", "coreset_anneal_fraction")
+        for name in (*shares, "all_masks_probability", "prefix_probability"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} must be in [0, 1], found {getattr(self, name)}")
         if not self.block_sizes or min(self.block_sizes) < 1:
@@ -246,31 +249,6 @@ def annealed_coreset_size(step: int, config: TrainConfig, model: ModelConfig) ->
     assert final_size is not None, "_check_model refuses a model without a coreset"
     num_experts = model.mlp.num_experts
     return num_experts - int((num_experts - final_size) * step / anneal_steps)
-
-
-def choose_precision(
-    precision: Literal["auto", "fp32", "bf16"], device: torch.device
-) -> Literal["fp32", "bf16"]:
-    """Returns what "auto" means on a device: bf16, but on a CPU that has to emulate it fp32.
-
-    Emulated, bf16 products were 60 to 90 times slower than fp32 ones (docs/log.md).
-    """
-    if precision != "auto":
-        return precision
-    is_emulated = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "fp32" if is_emulated else "bf16"
-
-
-@contextmanager
-def training_precision(precision: str, device: torch.device) -> Iterator[None]:
-    """Computes matrix products in bf16 where asked for; weights and sums stay fp32.
-
-    On a CPU this pays from a hidden width of about 192 on: below it, casts cost more than they save.
-    Casts are not cached: a cached one would outlive the optimizer's step and hide what it changed.
-    """
-    is_bf16 = precision == "bf16"
-    with torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False):
-        yield
 
 
 @contextmanager
@@ -699,6 +677,7 @@ def draw_canvases(
         min_level=config.min_noise_level,
         generator=generator,
         prefix_lengths=draw_prefix_lengths(blocks.is_token, config.prefix_probability, generator),
+        all_masks=_draw_all_masks(blocks, config, step),
     )
     if config.complementary_masks:
         other = complement(noised, blocks.targets, is_learned, mask_token_id=mask_token_id)
@@ -716,6 +695,13 @@ def draw_canvases(
             generator=counter_generator(config.seed, step, "edits"),
         )
     return blocks, noised
+
+
+def _draw_all_masks(blocks: Blocks, config: TrainConfig, step: int) -> Tensor:
+    """Returns which blocks are all masks, bool [B, N]."""
+    generator = counter_generator(config.seed, step, "all masks")
+    draws = torch.rand(blocks.starts.shape, generator=generator).to(blocks.starts.device)
+    return draws < config.all_masks_probability
 
 
 def _previewer(

@@ -113,6 +113,32 @@ def test_everything_right_of_a_visible_prefix_is_masked_and_other_blocks_are_as_
     assert torch.equal(noised.masked[~has_prefix], without.masked[~has_prefix])
 
 
+def test_a_block_of_all_masks_shows_nothing_and_others_are_as_ever() -> None:
+    is_token = torch.ones(2, 40, 8, dtype=torch.bool)
+    is_token[:, ::4, 3:] = False
+    all_masks = torch.zeros(2, 40, dtype=torch.bool)
+    all_masks[:, ::2] = True
+    prefixes = draw_prefix_lengths(is_token, 0.5, counter_generator(0, 0, "prefix"))
+
+    def noise(all_masks: torch.Tensor | None) -> NoisedBlocks:
+        return noise_blocks(
+            torch.zeros(is_token.shape, dtype=torch.int64),
+            is_token,
+            mask_token_id=MASK,
+            min_level=0.1,
+            generator=counter_generator(0, 0, "test"),
+            prefix_lengths=prefixes,
+            all_masks=all_masks,
+        )
+
+    noised, without = noise(all_masks), noise(None)
+    assert (prefixes[all_masks] > 0).any()
+    assert torch.equal(noised.masked[all_masks], is_token[all_masks])
+    assert (noised.canvas[all_masks] == MASK).all() and (noised.level[all_masks] == 1).all()
+    assert torch.equal(noised.masked[~all_masks], without.masked[~all_masks])
+    assert torch.equal(noised.level[~all_masks], without.level[~all_masks])
+
+
 def test_prefixes_are_as_frequent_as_asked() -> None:
     is_token = torch.ones(50, 80, 32, dtype=torch.bool)
     for probability in (0.0, 0.5):

@@ -211,6 +211,16 @@ def test_positions_right_of_the_end_weigh_what_the_config_says(masked: Tensor) -
     assert torch.equal(weights[..., -1], 0.25 * masked[..., -1])
 
 
+def test_weights_fall_by_e_over_the_positions_of_the_config(masked: Tensor) -> None:
+    noised, is_token = _noised(masked), torch.ones_like(masked)
+    plain = diffusion_weights(noised, is_token, ObjectiveConfig())
+    falling = diffusion_weights(noised, is_token, ObjectiveConfig(position_decay=2.0))
+    for position in range(BLOCK):
+        expected = plain[..., position] * math.exp(-position / 2.0)
+        assert (falling[..., position] - expected).abs().max() < TOLERANCE
+    assert masked[..., 1:].any()
+
+
 def test_load_balance_is_counted_choice_by_choice(seeded: torch.Generator) -> None:
     layers = [torch.randn(B, T, 5, generator=seeded, requires_grad=True) for _ in range(3)]
     is_valid = torch.rand(B, T, generator=seeded) < 0.7
@@ -378,3 +388,8 @@ def test_parts_of_weight_zero_are_not_computed(
 def test_a_negative_weight_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ar_weight must be at least 0, found -1\.0"):
         ObjectiveConfig(ar_weight=-1.0)
+
+
+def test_a_negative_position_decay_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"position_decay must be at least 0, found -1\.0"):
+        ObjectiveConfig(position_decay=-1.0)

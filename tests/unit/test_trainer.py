@@ -30,18 +30,17 @@ from clover.train.optimizer import (
     newton_schulz,
 )
 from clover.train.packing import cut_blocks, pack_rows
+from clover.train.precision import choose_precision, training_precision
 from clover.train.state import STATE_FILE, SavedState, load_state, save_state
 from clover.train.trainer import (
     TrainConfig,
     annealed_coreset_size,
     batch_losses,
-    choose_precision,
     draw_canvases,
     draw_skips,
     learning_rate_factor,
     stop_on_signal,
     train,
-    training_precision,
 )
 
 ConfigFactory = Callable[..., ModelConfig]
@@ -327,10 +326,15 @@ def test_cosine_schedule_ends_at_zero() -> None:
     assert factors == pytest.approx([1.0, 0.5, 0.0], abs=1e-6)
 
 
+@pytest.mark.parametrize("has_bf16", [False, True])
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (3, 24, 12)])
 def test_newton_schulz_makes_matrices_nearly_orthogonal(
-    shape: tuple[int, ...], seeded: torch.Generator
+    shape: tuple[int, ...],
+    has_bf16: bool,
+    seeded: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     matrices = torch.randn(shape, generator=seeded)
     result = newton_schulz(matrices)
     values = torch.linalg.svdvals(result)
@@ -642,6 +646,24 @@ def test_complementary_canvases_mask_every_token_between_them(
     assert bool(second.any(-1)[is_token.any(-1)].all())
 
 
+def test_blocks_of_all_masks_are_as_frequent_as_asked(tiny_config: ConfigFactory) -> None:
+    model = _model(tiny_config())
+    batch = pack_rows(
+        [[_Echo().document(i) for i in range(row, row + 3)] for row in range(100)],
+        row_length=40,
+        pad_token_id=0,
+    )
+    shares = []
+    for probability in (0.0, 0.75, 1.0):
+        config = _config("two_stream", canvas_length=24, all_masks_probability=probability)
+        blocks, noised = draw_canvases(model, batch, config, 1)
+        is_long = blocks.is_token.all(-1)  # the config's blocks of four: one in four has a level above 3/4
+        shares.append(float(noised.masked[is_long].all(-1).float().mean()))
+    assert shares[0] < 0.5 and shares[2] == 1.0
+    expected = 0.25 * shares[0] + 0.75
+    assert abs(shares[1] - expected) < 0.1
+
+
 def test_skips_happen_as_often_as_asked_and_stay_below_a_block() -> None:
     generator = torch.Generator().manual_seed(0)
     assert draw_skips(50, 8, 0.0, generator) == [0] * 50
@@ -696,6 +718,7 @@ def test_a_model_trains_in_bf16(tiny_config: ConfigFactory) -> None:
         ("steps", 0, "steps must be at least 1, found 0"),
         ("canvas_length", 0, "canvas_length must be at least 4, for blocks of 4 tokens, found 0"),
         ("canvas_length", 3, "canvas_length must be at least 4, for blocks of 4 tokens, found 3"),
+        ("all_masks_probability", 1.5, r"all_masks_probability must be in \[0, 1\], found 1.5"),
         ("prefix_probability", -0.5, r"prefix_probability must be in \[0, 1\], found -0.5"),
         (
             "edits",
