@@ -157,7 +157,7 @@ def distillation_training(out: Path) -> TrainConfig:
             position_decay=8.0,
         ),
         decay_fraction=1.0,
-        block_sizes=(8, 16, 16, 32),
+        block_sizes=(4, 8, 16, 16, 32),
         block_skip_probability=0.75,
         all_masks_probability=0.75,
         canvas_length=256,

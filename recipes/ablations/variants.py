@@ -27,7 +27,7 @@ from clover.errors import TrainingInputError
 from clover.model import delta_net
 from clover.model.delta_net import history_slot_attention
 from clover.train.trainer import TrainConfig
-from recipes.nano import BLOCK_SIZE, clover_training
+from recipes.nano import BLOCK_SIZE, clover_training, distillation_training
 
 BASE: Final = "base"
 EDIT_PROBABILITY: Final = 0.1
@@ -158,6 +158,19 @@ def complementary_masks(setup: Setup) -> Setup:
     return replace(setup, training=replace(setup.training, complementary_masks=True))
 
 
+def drafts(setup: Setup) -> Setup:
+    """Returns the setup that learns what `exact` needs, as `distill` does: drafts from masks alone."""
+    draft = distillation_training(Path())
+    losses = replace(setup.training.losses, position_decay=draft.losses.position_decay)
+    training = replace(
+        setup.training,
+        losses=losses,
+        block_skip_probability=draft.block_skip_probability,
+        all_masks_probability=draft.all_masks_probability,
+    )
+    return replace(setup, training=training)
+
+
 def calibrated(setup: Setup) -> Setup:
     """Returns the setup that fits tau, b and c before training."""
     return replace(setup, is_calibrated=True)
@@ -195,6 +208,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         parent_distillation, "commit path distilled from the parent, weight 1"
     ),
     "complementary_masks": Variant(complementary_masks, "complementary masks"),
+    "drafts": Variant(drafts, "blocks of all masks, cut and weighted as drafts"),
     "calibrated": Variant(calibrated, "tau, b, c fitted before training"),
 }
 

@@ -165,6 +165,11 @@ def test_a_variant_differs_from_the_base_in_what_it_names(tiny_config: ConfigFac
             "training.losses.teacher",
         },
         "complementary_masks": {"training.complementary_masks"},
+        "drafts": {
+            "training.all_masks_probability",
+            "training.block_skip_probability",
+            "training.losses.position_decay",
+        },
         "calibrated": {"is_calibrated"},
     }
 

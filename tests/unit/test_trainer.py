@@ -108,6 +108,7 @@ def _stop_after(step: int) -> Callable[[TrainEvent], None]:
 EVERYTHING: dict[str, Any] = {
     "losses": ObjectiveConfig(balance_weight=0.1, kept_weight=0.1),
     "complementary_masks": True,
+    "all_masks_probability": 0.3,
     "edits": EditConfig(probability=0.3, model_share=0.5),
     "num_token_ids": 25,
     "ema_decay": 0.5,
