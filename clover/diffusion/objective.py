@@ -243,7 +243,7 @@ def load_balancing_loss(
     Source: Fedus et al., "Switch Transformers", arXiv 2101.03961, equations 4 to 6.
 
     Args:
-        router_logits: Of each MoE layer, [B, L, E].
+        router_logits: Of each MoE layer, [X, E], all B L tokens in one row.
         is_valid: Tokens that count, bool [B, L]; at least one in all processes together.
         num_experts_per_tok: Choices of a token.
         weight_mean: Sees the number of tokens and of each expert's choices, in every process.
@@ -251,7 +251,7 @@ def load_balancing_loss(
     num_tokens = weight_mean(is_valid.sum().float())
     sums, counts = [], []
     for logits in router_logits:
-        probabilities = logits[is_valid].float().softmax(dim=-1)  # [M, E]
+        probabilities = logits[is_valid.flatten()].float().softmax(dim=-1)  # [M, E]
         chosen = probabilities.topk(num_experts_per_tok, dim=-1).indices.flatten()
         sums.append(probabilities.sum(dim=0))
         counts.append(chosen.bincount(minlength=probabilities.shape[-1]).float())

@@ -21,6 +21,7 @@ from clover.config import ModelConfig
 from clover.model.cache import DeltaNetCache
 from clover.model.delta_rule import (
     DeltaTrace,
+    TokenTrace,
     chunk_delta_rule,
     expand_heads,
     fla_delta_rule,
@@ -40,13 +41,23 @@ class DeltaNetUpdate:
 
     left: Tensor  # [B, W - 1 + T, C], the ring and then the clean pre-conv rows
     final_state: Tensor  # [B, H, K, V]
-    trace: DeltaTrace | None  # None on FLA's path, where only the whole can be committed
+    trace: DeltaTrace | TokenTrace | None  # None on FLA's path, where only the whole can be committed
 
-    def apply(self, cache: DeltaNetCache, accepted: Tensor, *, is_whole: bool) -> None:
-        """Writes ring and state after the first `accepted` [B] clean tokens of each row."""
+    def apply(self, cache: DeltaNetCache, accepted: Tensor | None, *, is_whole: bool) -> None:
+        """Writes ring and state after the first `accepted` [B] clean tokens of each row.
+
+        Args:
+            cache: Of the layer.
+            accepted: None: all T of every row.
+            is_whole: Whether that is all that a row has, padding apart.
+        """
         width = cache.conv_state.shape[-1]
-        cache.conv_state = rows_before(self.left, accepted[:, None], width)[:, 0].transpose(1, 2)
-        if is_whole:
+        if accepted is None:
+            ring = self.left[:, -width:].clone()  # not a view, which would keep a whole prompt alive
+        else:
+            ring = rows_before(self.left, accepted[:, None], width)[:, 0]
+        cache.conv_state = ring.transpose(1, 2)
+        if accepted is None or is_whole:
             cache.recurrent_state = self.final_state
         else:
             assert self.trace is not None, "this pass was run without a trace: commit it whole"
@@ -159,6 +170,9 @@ class DeltaNet(nn.Module):
         """Returns the causal depthwise convolution of the clean rows [B, T, C], documents kept apart."""
         kernel, num_clean = self.shape.conv_kernel_size, streams.num_clean
         documents = streams.document_ids
+        if num_clean == 1 and documents is None:  # one window: two operations in place of a dozen
+            window = left.float() * self.conv1d.weight[:, 0].t().float()
+            return window.sum(1, keepdim=True).to(left.dtype)
         taps = []
         for tap in range(kernel):
             rows = left[:, tap : tap + num_clean]
@@ -255,18 +269,22 @@ def history_slot_attention(
     Returns:
         [X, H, n, V], at the scale that the pretrained norm expects.
     """
-    history = q @ state  # not scaled by K^-1/2: the same units as v
-    block_logits = logit_scale[:, None, None] * (q @ k.transpose(-1, -2))
+    num_blocks, num_heads, num_tokens = q.shape[:3]
+    q, k, v, state = (x.flatten(0, 1) for x in (q, k, v, state))  # products of three axes
+    history = torch.bmm(q, state)  # not scaled by K^-1/2: the same units as v
+    scale = logit_scale.expand(num_blocks, -1).reshape(-1, 1, 1)  # [X H, 1, 1]
+    block_logits = scale * torch.bmm(q, k.mT)
     if mask is None:
-        history_logit = (history_bias + history_c * math.log(q.shape[2]))[:, None, None]
+        history_logit = (history_bias + history_c * math.log(num_tokens)).expand(num_blocks, -1)
     else:
-        block_logits = block_logits.masked_fill(~mask[:, None, None], -torch.inf)
+        hidden = ~mask.repeat_interleave(num_heads, dim=0)
+        block_logits = block_logits.masked_fill(hidden[:, None], -torch.inf)
         log_size = mask.sum(-1).clamp(min=1).log()  # [X]; a row of padding alone has no size
-        history_logit = (history_bias + history_c * log_size[:, None])[..., None, None]
-    slot = history_logit.expand(*block_logits.shape[:-1], 1)
+        history_logit = history_bias + history_c * log_size[:, None]
+    slot = history_logit.reshape(-1, 1, 1).expand(-1, num_tokens, -1)
     shares = torch.cat([slot, block_logits], dim=-1).softmax(dim=-1)
-    mixed = shares[..., :1] * history + shares[..., 1:] @ v
-    return mixed / math.sqrt(k.shape[-1])
+    mixed = torch.addcmul(torch.bmm(shares[..., 1:], v), shares[..., :1], history)
+    return (mixed / math.sqrt(k.shape[-1])).unflatten(0, (num_blocks, num_heads))
 
 
 def _sum_taps(taps: Sequence[Tensor], weight: Tensor) -> Tensor:

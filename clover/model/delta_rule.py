@@ -112,6 +112,19 @@ class DeltaTrace:
         return carries[..., None] * state + (k * weights[..., None]).transpose(-1, -2) @ u
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTrace:
+    """What a pass over one token leaves behind: the states before it and after it."""
+
+    before: Tensor  # [B, H, K, V]
+    final_state: Tensor  # [B, H, K, V]
+
+    def state_at(self, counts: Tensor, documents: None = None) -> Tensor:
+        """Returns the state after the first `counts` tokens, 0 or 1, as `DeltaTrace` does."""
+        is_after = (counts > 0)[:, :, None, None, None]  # [B, M, 1, 1, 1]
+        return torch.where(is_after, self.final_state.unsqueeze(1), self.before.unsqueeze(1))
+
+
 def chunk_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -122,7 +135,7 @@ def chunk_delta_rule(
     *,
     document_ids: Tensor | None = None,
     chunk_size: int = CHUNK_SIZE,
-) -> tuple[Tensor, DeltaTrace]:
+) -> tuple[Tensor, DeltaTrace | TokenTrace]:
     """Returns what `recurrent_delta_rule` returns, computed in chunks, and the trace of the pass.
 
     Inside a chunk the updates u solve a unit lower triangular system (the WY form); between chunks
@@ -133,14 +146,15 @@ def chunk_delta_rule(
         q, k, v, g, beta, initial_state: as for `recurrent_delta_rule`.
         document_ids: [B, T] int64. Packed documents: the state resets where the id changes,
             exactly; they start from zeros, and an id that has ended does not come back.
-        chunk_size: tokens per chunk, and of the one chunk of an input that is at most twice as long.
+        chunk_size: tokens per chunk. An input of at most two is one: that costs less than two, of
+            which the second is padded.
     """
     assert document_ids is None or initial_state is None, "packed documents start from zeros"
     if v.shape[1] == 1 and document_ids is None:
         return _single_token(q, k, v, g, beta, initial_state)
     num_tokens, num_heads = v.shape[1:3]
-    if num_tokens <= 2 * chunk_size:  # a draft to verify: one chunk costs less than two, one padded
-        chunk_size = max(1, num_tokens)
+    if 0 < num_tokens <= 2 * chunk_size and document_ids is None:  # a draft to verify
+        return _one_chunk(q, k, v, g, beta, initial_state)
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k = expand_heads(q, num_heads), expand_heads(k, num_heads)
     q, k, v = (_chunked(x.to(dtype), chunk_size) for x in (q, k, v))  # [B, H, N, C, .]
@@ -207,29 +221,71 @@ def chunk_delta_rule(
 
 def _single_token(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, TokenTrace]:
+    """Returns `chunk_delta_rule` of one token, T = 1: the recurrence itself, without a system.
+
+    The value heads of a key head share it by broadcasting: G key heads, R value heads of each.
+    """
+    num_heads, num_groups = v.shape[2], k.shape[2]
+    heads = (num_groups, num_heads // num_groups)
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k = (x.to(dtype)[:, 0, :, None, :, None] for x in (q, k))  # [B, G, 1, K, 1]
+    v = v.to(dtype)[:, 0].unflatten(1, heads)  # [B, G, R, V]
+    g, beta = (x.to(dtype)[:, 0].unflatten(1, heads) for x in (g, beta))  # [B, G, R]
+    if initial_state is None:
+        initial_state = v.new_zeros(v.shape[0], num_heads, k.shape[-2], v.shape[-1])
+    before = initial_state.to(dtype)
+    decayed = before.unflatten(1, heads) * g.exp()[..., None, None]  # [B, G, R, K, V]
+    u = beta.unsqueeze(-1) * (v - (decayed * k).sum(-2))
+    state = torch.addcmul(decayed, k, u.unsqueeze(-2))
+    output = (state * q).sum(-2) * k.shape[-2] ** -0.5
+    trace = TokenTrace(before=before, final_state=state.flatten(1, 2))
+    return output.flatten(1, 2).unsqueeze(1), trace
+
+
+def _one_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, DeltaTrace]:
-    """Returns `chunk_delta_rule` of one token, T = 1: the recurrence itself, without a system."""
-    num_heads = v.shape[2]
+    """Returns `chunk_delta_rule` of one chunk, C = T, in products of three axes, X = B H.
+
+    A decoding pass is bound by the number of its operations, and one of more axes is several.
+    """
+    batch_size, num_tokens, num_heads = v.shape[:3]
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k = expand_heads(q, num_heads), expand_heads(k, num_heads)
-    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # [B, H, 1, .]
-    g, beta = (x.to(dtype).transpose(1, 2).unsqueeze(-1) for x in (g, beta))  # [B, H, 1, 1]
-    before = v.new_zeros(v.shape[0], num_heads, k.shape[-1], v.shape[-1])
-    if initial_state is not None:
-        before = initial_state.to(dtype)
-    decayed = g.exp() * before
-    u = beta * (v - k @ decayed)
-    state = decayed + k.transpose(-1, -2) * u
-    output = k.shape[-1] ** -0.5 * (q @ state)
+    q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [X, C, .]
+    g, beta = (x.to(dtype).transpose(1, 2).reshape(-1, num_tokens, 1) for x in (g, beta))
+    if initial_state is None:
+        state = v.new_zeros(len(v), k.shape[-1], v.shape[-1])
+    else:
+        state = initial_state.to(dtype).flatten(0, 1)
+    later = torch.full((num_tokens, num_tokens), -torch.inf, dtype=dtype, device=v.device).triu(1)
+    cumulative_g = g.cumsum(1)  # [X, C, 1]
+    decay = (cumulative_g - cumulative_g.mT + later).exp()
+    from_start = cumulative_g.exp()
+    written = beta * k
+    system = torch.bmm(written, k.mT) * decay  # its diagonal is not read
+    right = torch.cat([beta * v, from_start * written], dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u_free, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    u = torch.baddbmm(u_free, w, state, alpha=-1)
+    q = q * k.shape[-1] ** -0.5
+    o = torch.baddbmm(torch.bmm(from_start * q, state), torch.bmm(q, k.mT) * decay, u)
+    k_to_end = (cumulative_g[:, -1:] - cumulative_g).exp() * k
+    final_state = torch.baddbmm(from_start[:, -1:] * state, k_to_end.mT, u)
+
+    def by_row(x: Tensor) -> Tensor:
+        return x.unflatten(0, (batch_size, num_heads))
+
     trace = DeltaTrace(
-        k=k.unsqueeze(2),
-        u=u.unsqueeze(2),
-        cumulative_g=g[..., 0].unsqueeze(2),
-        chunk_states=before.unsqueeze(2),
-        final_state=state,
+        k=by_row(k).unsqueeze(2),
+        u=by_row(u).unsqueeze(2),
+        cumulative_g=by_row(cumulative_g).mT,
+        chunk_states=by_row(state).unsqueeze(2),
+        final_state=by_row(final_state),
         documents=None,
     )
-    return output.transpose(1, 2), trace
+    return by_row(o).transpose(1, 2), trace
 
 
 def _chunked(x: Tensor, chunk_size: int) -> Tensor:

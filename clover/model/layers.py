@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x` normalised over its last axis, in the dtype of `x`."""
-        return rms_norm(x, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.eps, self.weight.float()).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -38,7 +38,7 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """Returns norm(x) * silu(z) in the dtype of `z`. `x` may be fp32 beside a bf16 `z`."""
         # The product with the weight happens in the model's dtype, as in the parent.
-        normed = rms_norm(x, None, self.eps).to(z.dtype)
+        normed = rms_norm(x, self.eps).to(z.dtype)
         return ((self.weight * normed) * F.silu(z.float())).to(z.dtype)
 
 
@@ -55,27 +55,30 @@ class ParallelLinears:
         self._linears = linears
         self._sizes = [linear.out_features for linear in linears]
         self._packed: Tensor | None = None
+        self._addresses: list[int] = []  # where packing left each weight
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """Returns each layer's output for `x` [.., D]."""
-        packed = self._packed
-        if packed is None or torch.is_grad_enabled() or not self._is_packed(packed):
+        if torch.is_grad_enabled() or not self._is_packed():
             return [linear(x) for linear in self._linears]
-        outputs: tuple[Tensor, ...] = F.linear(x, packed).split(self._sizes, dim=-1)
+        assert self._packed is not None
+        outputs: tuple[Tensor, ...] = F.linear(x, self._packed).split(self._sizes, dim=-1)
         return outputs
 
     def pack(self) -> None:
         """Makes one product of all, for passes without gradients."""
-        if self._packed is not None and self._is_packed(self._packed):
+        if self._is_packed():
             return
         packed = torch.cat([linear.weight.detach() for linear in self._linears])
         for linear, part in zip(self._linears, packed.split(self._sizes), strict=True):
             linear.weight.data = part
-        self._packed = packed
+        self._packed, self._addresses = packed, self._weight_addresses()
 
-    def _is_packed(self, packed: Tensor) -> bool:
-        parts = zip(self._linears, packed.split(self._sizes), strict=True)
-        return all(linear.weight.data_ptr() == part.data_ptr() for linear, part in parts)
+    def _is_packed(self) -> bool:
+        return self._packed is not None and self._addresses == self._weight_addresses()
+
+    def _weight_addresses(self) -> list[int]:
+        return [linear.weight.data_ptr() for linear in self._linears]
 
 
 class SwiGLU(nn.Module):
@@ -90,22 +93,26 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the MLP's output, shape of `x`."""
-        gate, up = self.projections(x)
-        down: Tensor = self.down_proj(F.silu(gate) * up)
-        return down
+        return self.down(*self.projections(x))
+
+    def down(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns the output from both inner projections [.., I]."""
+        output: Tensor = self.down_proj(F.silu(gate) * up)
+        return output
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Returns fp32 `x` over the root of its mean square, times `weight`; over the last axis.
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """Returns fp32 `x` over the root of its mean square, times 1 + `weight`; over the last axis.
 
     torch has a kernel for it on CUDA. On a CPU it takes twice the operations that are needed, and a
     decoding pass is bound by their number.
     """
     x = x.float()
     if x.is_cuda:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    normed = x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
-    return normed if weight is None else normed * weight
+        scale = None if weight is None else 1.0 + weight
+        return F.rms_norm(x, x.shape[-1:], scale, eps)
+    normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return normed if weight is None else torch.addcmul(normed, normed, weight)
 
 
 def l2_norm(x: Tensor) -> Tensor:

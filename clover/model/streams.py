@@ -139,43 +139,47 @@ def cached_streams(
     """
     if canvas_lengths is None:
         canvas_lengths = [block_size] * len(lengths)
+    is_padded = any(count < num_clean for count in num_valid)
+    is_canvas_padded = any(count < block_size for count in canvas_lengths)
     counts = torch.tensor([lengths, num_valid, canvas_lengths], device=device)
     length, valid, canvas_length = counts[..., None]  # [B, 1] each
     clean = torch.arange(num_clean, device=device)
-    clean_mask = clean < valid  # [B, T]
-    clean_positions = length + torch.minimum(clean, (valid - 1).clamp(min=0))
-    canvas = torch.arange(block_size, device=device)
-    canvas_mask = canvas < canvas_length  # [B, n]
-    canvas_positions = length + valid + canvas
-    # A row with neither history nor canvas has padding alone; it must look somewhere, or it is NaN.
-    block_end = (length + valid + canvas_length - 1).clamp(min=0).expand_as(canvas_positions)
-    last_visible = torch.cat([clean_positions, block_end], dim=1)  # [B, L]
+    clean_mask = clean < valid if is_padded else None  # [B, T]
+    positions = length + clean
+    if clean_mask is not None:  # padding stands where the last valid token does
+        positions = torch.minimum(positions, length + (valid - 1).clamp(min=0))
+    rows = positions if clean_mask is None else positions.masked_fill(~clean_mask, spare_row)
+    last_visible, canvas_mask = positions, None
+    if block_size:
+        canvas = torch.arange(block_size, device=device)
+        canvas_mask = canvas < canvas_length if is_canvas_padded else None  # [B, n]
+        canvas_positions = length + valid + canvas
+        canvas_rows = canvas_positions
+        if canvas_mask is not None:
+            canvas_rows = canvas_positions.masked_fill(~canvas_mask, spare_row)
+        # A row with neither history nor canvas has padding alone; it must look somewhere, or it is NaN.
+        block_end = (length + valid + canvas_length - 1).clamp(min=0).expand_as(canvas_positions)
+        last_visible = torch.cat([positions, block_end], dim=1)  # [B, L]
+        positions = torch.cat([positions, canvas_positions], dim=1)
+        rows = torch.cat([rows, canvas_rows], dim=1)
     num_keys = max(map(sum, zip(lengths, num_valid, canvas_lengths, strict=True)))
     # One length for all, and one token or one block: everybody sees every key, no mask is needed.
     is_uniform = all(len(set(x)) == 1 for x in (lengths, num_valid, canvas_lengths))
-    is_full = num_valid[0] == num_clean and canvas_lengths[0] == block_size
+    is_full = not is_padded and not is_canvas_padded
     sees_all = is_uniform and is_full and num_clean + min(block_size, 1) == 1
     mask = None
     if not sees_all:
         mask = (torch.arange(num_keys, device=device) <= last_visible[..., None]).unsqueeze(1)
-    is_padded = any(count < num_clean for count in num_valid)
-    is_canvas_padded = any(count < block_size for count in canvas_lengths)
     return Streams(
         num_clean=num_clean,
         num_blocks=1 if block_size else 0,
         block_size=block_size,
-        position_ids=torch.cat([clean_positions, canvas_positions], dim=1),
+        position_ids=positions,
         attention_mask=mask,
-        clean_mask=clean_mask if is_padded else None,
-        canvas_mask=canvas_mask if is_canvas_padded else None,
+        clean_mask=clean_mask,
+        canvas_mask=canvas_mask,
         num_valid=valid[:, 0],
-        kv_rows=torch.cat(
-            [
-                clean_positions.masked_fill(~clean_mask, spare_row),
-                canvas_positions.masked_fill(~canvas_mask, spare_row),
-            ],
-            dim=1,
-        ),
+        kv_rows=rows,
         num_keys=num_keys,
     )
 

@@ -177,9 +177,10 @@ class CloverForCausalLM(nn.Module):
 
         Names, values and memory stay; call it once the weights are where they will be used.
         """
-        for module in self.modules():
-            if isinstance(module, Attention | DeltaNet | SwiGLU):
-                module.projections.pack()
+        for layer in self.model.layers:
+            for module in layer.children():
+                if isinstance(module, Attention | DeltaNet | SwiGLU | SparseMoe):
+                    module.projections.pack()
 
     def forward(self, input_ids: Tensor, *, document_ids: Tensor | None = None) -> Tensor:
         """Returns the causal logits [B, T, V] of whole sequences, with autograd and without a cache.
@@ -434,7 +435,9 @@ def _apply(
     counts = None
     for layer, update in zip(cache.layers, updates, strict=True):
         if isinstance(layer, DeltaNetCache) and update is not None:
-            if counts is None:
+            num_tokens = update.left.shape[1] - layer.conv_state.shape[-1]
+            takes_all = all(count == num_tokens for count in accepted)
+            if counts is None and not takes_all:
                 counts = torch.tensor(accepted, device=layer.conv_state.device)
             update.apply(layer, counts, is_whole=is_whole)
     cache.lengths = [length + count for length, count in zip(cache.lengths, accepted, strict=True)]

@@ -303,7 +303,7 @@ def test_router_logits_are_recorded_inside_the_context_alone_and_change_nothing(
     with record_router_logits(model) as records:
         during = model.two_stream(input_ids, None, canvas, starts)
     after = model.two_stream(input_ids, None, canvas, starts)
-    assert [tuple(logits.shape) for logits in records] == [(2, 12, 6), (2, 12, 6)]
+    assert [tuple(logits.shape) for logits in records] == [(24, 6), (24, 6)]
     for x, y, z in zip(before, during, after, strict=True):
         assert torch.equal(x, y) and torch.equal(x, z)
     with record_router_logits(model, enabled=False) as nothing:
