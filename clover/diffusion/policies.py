@@ -80,7 +80,7 @@ class Relaxed:
     """
 
     tolerance: float = 1.0
-    threshold: float = 0.5
+    threshold: float = 0.6
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < float("inf"):
