@@ -22,8 +22,8 @@ from clover.train import parallel
 from clover.train.data import ChatFileSource, DocumentEncoder
 from clover.train.events import EvalEvent, SaveEvent, StepEvent, SummaryEvent, TrainEvent
 from clover.train.optimizer import OptimizerConfig
-from clover.train.state import has_state
 from clover.train.precision import choose_precision
+from clover.train.state import has_state
 from clover.train.trainer import TrainConfig, train
 
 MODEL_FOLDER = "model"

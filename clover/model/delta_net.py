@@ -41,7 +41,9 @@ class DeltaNetUpdate:
 
     left: Tensor  # [B, W - 1 + T, C], the ring and then the clean pre-conv rows
     final_state: Tensor  # [B, H, K, V]
-    trace: DeltaTrace | TokenTrace | None  # None on FLA's path, where only the whole can be committed
+    trace: (
+        DeltaTrace | TokenTrace | None
+    )  # None on FLA's path, where only the whole can be committed
 
     def apply(self, cache: DeltaNetCache, accepted: Tensor | None, *, is_whole: bool) -> None:
         """Writes ring and state after the first `accepted` [B] clean tokens of each row.
@@ -53,7 +55,9 @@ class DeltaNetUpdate:
         """
         width = cache.conv_state.shape[-1]
         if accepted is None:
-            ring = self.left[:, -width:].clone()  # not a view, which would keep a whole prompt alive
+            ring = self.left[
+                :, -width:
+            ].clone()  # not a view, which would keep a whole prompt alive
         else:
             ring = rows_before(self.left, accepted[:, None], width)[:, 0]
         cache.conv_state = ring.transpose(1, 2)

@@ -20,9 +20,7 @@ def emulates_bf16(device: torch.device) -> bool:
 def choose_precision(
     precision: Literal["auto", "fp32", "bf16"], device: torch.device
 ) -> Literal["fp32", "bf16"]:
-    """Returns what "auto" means on a device: bf16, but on a CPU that has to emulate it fp32.
-
-    """
+    """Returns what "auto" means on a device: bf16, but on a CPU that has to emulate it fp32."""
     if precision != "auto":
         return precision
     return "fp32" if emulates_bf16(device) else "bf16"

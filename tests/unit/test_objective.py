@@ -222,11 +222,11 @@ def test_weights_fall_by_e_over_the_positions_of_the_config(masked: Tensor) -> N
 
 
 def test_load_balance_is_counted_choice_by_choice(seeded: torch.Generator) -> None:
-    layers = [torch.randn(B, T, 5, generator=seeded, requires_grad=True) for _ in range(3)]
+    layers = [torch.randn(B * T, 5, generator=seeded, requires_grad=True) for _ in range(3)]
     is_valid = torch.rand(B, T, generator=seeded) < 0.7
     expected = torch.zeros(())
     for logits in layers:
-        rows = [logits[place] for place in map(tuple, is_valid.nonzero().tolist())]
+        rows = [logits[index] for index in is_valid.flatten().nonzero()[:, 0].tolist()]
         choices = [0] * 5
         for row in rows:
             for expert in row.sort(descending=True).indices[:2].tolist():
@@ -240,14 +240,15 @@ def test_load_balance_is_counted_choice_by_choice(seeded: torch.Generator) -> No
     wanted = torch.autograd.grad(expected, layers)
     for gradient, reference in zip(torch.autograd.grad(found, layers), wanted, strict=True):
         assert (gradient - reference).abs().max() < TOLERANCE
-        assert not gradient[~is_valid].any() and gradient[is_valid].any()
+        valid = is_valid.flatten()
+        assert not gradient[~valid].any() and gradient[valid].any()
 
 
 def test_load_balance_is_one_when_even_and_the_number_of_experts_when_one_has_all() -> None:
     is_valid = torch.ones(1, 4, dtype=torch.bool)
-    even = 50.0 * torch.eye(4)[None]
+    even = 50.0 * torch.eye(4)
     assert abs(float(load_balancing_loss([even], is_valid, num_experts_per_tok=1)) - 1.0) < 1e-6
-    lone = 50.0 * torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(1, 4, 4)
+    lone = 50.0 * torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(4, 4)
     assert abs(float(load_balancing_loss([lone], is_valid, num_experts_per_tok=1)) - 4.0) < 1e-6
 
 

@@ -658,7 +658,7 @@ def test_blocks_of_all_masks_are_as_frequent_as_asked(tiny_config: ConfigFactory
     for probability in (0.0, 0.75, 1.0):
         config = _config("two_stream", canvas_length=24, all_masks_probability=probability)
         blocks, noised = draw_canvases(model, batch, config, 1)
-        is_long = blocks.is_token.all(-1)  # the config's blocks of four: one in four has a level above 3/4
+        is_long = blocks.is_token.all(-1)
         shares.append(float(noised.masked[is_long].all(-1).float().mean()))
     assert shares[0] < 0.5 and shares[2] == 1.0
     expected = 0.25 * shares[0] + 0.75

@@ -29,9 +29,9 @@ from clover.train.data import DocumentSource
 from clover.train.events import SaveEvent, StepEvent, SummaryEvent, TrainEvent
 from clover.train.optimizer import OptimizerConfig, Optimizers
 from clover.train.packing import Batch, Packer, PackerState
+from clover.train.precision import training_precision
 from clover.train.run_files import MetricsFile, write_run_file
 from clover.train.state import SavedState, load_state, save_state
-from clover.train.precision import training_precision
 from clover.train.trainer import peak_memory_bytes, stop_on_signal
 
 _FREE_FIELDS = frozenset({"out", "log_every", "save_every"})
