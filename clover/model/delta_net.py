@@ -288,7 +288,8 @@ def history_slot_attention(
     slot = history_logit.reshape(-1, 1, 1).expand(-1, num_tokens, -1)
     shares = torch.cat([slot, block_logits], dim=-1).softmax(dim=-1)
     mixed = torch.addcmul(torch.bmm(shares[..., 1:], v), shares[..., :1], history)
-    return (mixed / math.sqrt(k.shape[-1])).unflatten(0, (num_blocks, num_heads))
+    output: Tensor = (mixed / math.sqrt(k.shape[-1])).unflatten(0, (num_blocks, num_heads))
+    return output
 
 
 def _sum_taps(taps: Sequence[Tensor], weight: Tensor) -> Tensor:

@@ -119,8 +119,9 @@ class TokenTrace:
     before: Tensor  # [B, H, K, V]
     final_state: Tensor  # [B, H, K, V]
 
-    def state_at(self, counts: Tensor, documents: None = None) -> Tensor:
+    def state_at(self, counts: Tensor, documents: Tensor | None = None) -> Tensor:
         """Returns the state after the first `counts` tokens, 0 or 1, as `DeltaTrace` does."""
+        assert documents is None, "packed documents are computed in chunks"
         is_after = (counts > 0)[:, :, None, None, None]  # [B, M, 1, 1, 1]
         return torch.where(is_after, self.final_state.unsqueeze(1), self.before.unsqueeze(1))
 
@@ -275,7 +276,8 @@ def _one_chunk(
     final_state = torch.baddbmm(from_start[:, -1:] * state, k_to_end.mT, u)
 
     def by_row(x: Tensor) -> Tensor:
-        return x.unflatten(0, (batch_size, num_heads))
+        rows: Tensor = x.unflatten(0, (batch_size, num_heads))
+        return rows
 
     trace = DeltaTrace(
         k=by_row(k).unsqueeze(2),
