@@ -165,6 +165,7 @@ def record_router_logits(model: nn.Module, *, enabled: bool = True) -> Iterator[
     """Gives a list that receives each MoE layer's router logits [X, E] in the passes inside.
 
     For a training loss. Forward hooks do it, so that a pass that nobody records costs nothing more.
+    Packed projections, which passes without gradients use, call no router: there is nothing to record.
     """
     records: list[Tensor] = []
 

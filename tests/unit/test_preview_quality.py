@@ -76,7 +76,7 @@ def _preview_one_by_one(model: CloverForCausalLM, masked: Tensor) -> Tally:
                 tally.right.append(int(logits[i].argmax()) == tokens[i])
                 tally.is_first.append(i == positions[0])
             for layer in router_logits:
-                shares = layer[0].softmax(-1)
+                shares = layer.softmax(-1)  # of the one row
                 shares = restrict_to_coreset(
                     shares, model.config.diffusion.expert_coreset_size or 4
                 )
