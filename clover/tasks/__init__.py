@@ -9,7 +9,7 @@ docs/tasks.md shows one example of each family. A task is a pure function of fam
 Whether a word is held out is decided by its hash alone (`words.is_held_out`), in every role; for
 wordings, domains and combinations see `parted`. Of a wording it is the phrase that is held out, not
 its words: those of `wordings/*.txt` occur in other phrases of training. To add a family, write a
-module of its name with `draw(rng, held_out) -> Draft` and name it in `registry`.
+module of its name with `draw(rng, split) -> Draft` and name it in `registry`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from clover.tasks.registry import (
     sample_tasks,
     wordings_of,
 )
-from clover.tasks.task import SPLITS, Check, Task, check_reply, matches_reference
+from clover.tasks.splits import SPLITS
+from clover.tasks.task import Check, Task, check_reply, matches_reference
 
 __all__ = [
     "DEFAULT_WEIGHTS",

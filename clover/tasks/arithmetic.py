@@ -11,6 +11,7 @@ import random
 
 from clover.chat import Message
 from clover.tasks.parted import ask, read_wordings
+from clover.tasks.splits import Split
 from clover.tasks.task import Draft
 from clover.tasks.words import is_held_out
 
@@ -18,16 +19,16 @@ _WORDINGS = read_wordings("arithmetic")
 _LISTS = {"+": "plus", "-": "minus"}
 
 
-def draw(rng: random.Random, held_out: bool) -> Draft:
+def draw(rng: random.Random, split: Split) -> Draft:
     """Returns a sum or a difference. Held out are wordings and operands."""
     sign = rng.choice("+-")
-    a, b = _operand(rng, held_out), _operand(rng, held_out)
+    a, b = _operand(rng, split), _operand(rng, split)
     if sign == "-" and a < b:
         a, b = b, a
     answer = a + b if sign == "+" else a - b
     return Draft(
         key=f"{a}{sign}{b}",
-        request=ask(rng, _WORDINGS[_LISTS[sign]].draw(rng, held_out), a=a, b=b),
+        request=ask(rng, _WORDINGS[_LISTS[sign]].draw(rng, split), a=a, b=b),
         reply=Message("assistant", content=str(answer), thinking=work_out(a, b, sign)),
     )
 
@@ -50,9 +51,9 @@ def work_out(a: int, b: int, sign: str) -> str:
     return "\n".join(lines)
 
 
-def _operand(rng: random.Random, held_out: bool) -> int:
+def _operand(rng: random.Random, split: Split) -> int:
     while True:
         digits = rng.choice((2, 3, 3, 4))
         number = rng.randrange(10 ** (digits - 1), 10**digits)
-        if is_held_out(str(number)) == held_out:
+        if is_held_out(str(number)) == (split == "heldout"):
             return number

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clover.tasks.parted import Parted
+from clover.tasks.splits import Split
 from clover.tasks.words import invented_word, is_held_out
 
 _INVENTED = 0.5  # share of training's domains that have invented nouns, names and options
@@ -81,14 +82,14 @@ _TABLE = Path(__file__).with_name("domains.txt").read_text(encoding="utf-8")
 DOMAINS = _part([_parse_line(line) for line in _TABLE.splitlines()])
 
 
-def draw_domain(rng: random.Random, held_out: bool) -> Domain:
+def draw_domain(rng: random.Random, split: Split) -> Domain:
     """Returns a domain of one side; in training, as often as not, one that is made up.
 
     There are only so many domains to learn from, and a held-out one has words that none of them has.
     Whoever has met enough words that mean nothing reads the schema instead of remembering it.
     """
-    domain = DOMAINS.draw(rng, held_out)
-    if held_out or rng.random() >= _INVENTED:
+    domain = DOMAINS.draw(rng, split)
+    if split == "heldout" or rng.random() >= _INVENTED:
         return domain
     taken = {field.name for field in domain.fields}
     fields = tuple(_invent(rng, field, taken) for field in domain.fields)

@@ -15,7 +15,9 @@ from clover.chat import Message
 from clover.tasks.checks import JsonValue
 from clover.tasks.domains import Domain, draw_domain
 from clover.tasks.fields import DETAILS, Fact, draw_fact, object_schema, say_facts
+from clover.tasks.made_up import make_up_sentence, wants_made_up
 from clover.tasks.parted import ask, capitalize, read_wordings, say
+from clover.tasks.splits import Split
 from clover.tasks.task import Draft
 from clover.tasks.tools import nouns
 
@@ -25,9 +27,9 @@ _SENTENCES_SHARE = 0.4
 _WORDINGS = read_wordings("extraction")
 
 
-def draw(rng: random.Random, held_out: bool) -> Draft:
+def draw(rng: random.Random, split: Split) -> Draft:
     """Returns a text and a schema. Held out are domains, value words and wordings."""
-    domain = draw_domain(rng, held_out)
+    domain = draw_domain(rng, split)
     count = 2 if rng.random() < _LIST_SHARE else 1
     fields = rng.sample(domain.fields, rng.choice((2, 3, 3) if count == 1 else (2, 2)))
     # Told in part, so that a list of two records stays short
@@ -35,16 +37,16 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     absent = rng.choice(fields) if rng.random() < 0.15 else None
     records, texts = [], []
     for _ in range(count):
-        facts = [draw_fact(rng, held_out, field) for field in told if field != absent]
-        texts.append(_tell(rng, held_out, domain, facts))
+        facts = [draw_fact(rng, split, field) for field in told if field != absent]
+        texts.append(_tell(rng, split, domain, facts))
         values = {fact.field.name: fact.value for fact in facts}
         records.append({each.name: values[each.name] for each in fields if each.name in values})
     schema = object_schema(fields, [each.name for each in fields if each != absent])
     value: Any = records[0]
     if count > 1:
         value, schema = records, {"type": "array", "items": schema}
-    question = ask(rng, _WORDINGS["ask"].draw(rng, held_out), schema=json.dumps(schema))
-    layout = _WORDINGS["layout"].draw(rng, held_out)
+    question = ask(rng, _WORDINGS["ask"].draw(rng, split), schema=json.dumps(schema))
+    layout = _WORDINGS["layout"].draw(rng, split)
     return Draft(
         key=json.dumps(value),
         request=layout.replace("<>", "\n").format(text=" ".join(texts), ask=question),
@@ -53,18 +55,23 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     )
 
 
-def _tell(rng: random.Random, held_out: bool, domain: Domain, facts: Sequence[Fact]) -> str:
+def _tell(rng: random.Random, split: Split, domain: Domain, facts: Sequence[Fact]) -> str:
     """Returns a record in words: one sentence for all of it, or one for each value."""
-    pattern = _WORDINGS["introduction"].draw(rng, held_out)
+    pattern = _WORDINGS["introduction"].draw(rng, split)
     if rng.random() >= _SENTENCES_SHARE:
-        details = say_facts(rng, held_out, facts, DETAILS)
+        details = say_facts(rng, split, facts, DETAILS)
         return capitalize(say(rng, pattern, details=details, **nouns(rng, domain)))
     leaves = [leaf for fact in facts for leaf in fact.leaves()]
     rng.shuffle(leaves)
     first = capitalize(say(rng, pattern, details="", **nouns(rng, domain)))
-    return " ".join([first, *(_say_sentence(rng, held_out, leaf) for leaf in leaves)])
+    return " ".join([first, *(_say_sentence(rng, split, leaf) for leaf in leaves)])
 
 
-def _say_sentence(rng: random.Random, held_out: bool, fact: Fact) -> str:
-    pattern = _WORDINGS["sentence"].draw(rng, held_out)
+def _say_sentence(rng: random.Random, split: Split, fact: Fact) -> str:
+    sentences = _WORDINGS["sentence"]
+    pattern = (
+        make_up_sentence(rng, sentences)
+        if wants_made_up(rng, split)
+        else sentences.draw(rng, split)
+    )
     return say(rng, pattern, name=fact.field.spoken, value=fact.said)

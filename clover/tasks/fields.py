@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from clover.tasks.domains import Field
+from clover.tasks.made_up import Style, make_up_style, wants_made_up
 from clover.tasks.parted import Parted, attach, join_words, read_wordings
+from clover.tasks.splits import Split
 from clover.tasks.words import OBJECTS, PEOPLE, PLACES
 
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -36,13 +38,13 @@ class Fact:
         yield from self.inner or (self,)
 
 
-def draw_fact(rng: random.Random, held_out: bool, field: Field) -> Fact:
+def draw_fact(rng: random.Random, split: Split, field: Field) -> Fact:
     """Returns `field` with a value whose words lie on one side."""
     if field.kind == "object":
-        inner = tuple(draw_fact(rng, held_out, each) for each in field.fields)
+        inner = tuple(draw_fact(rng, split, each) for each in field.fields)
         value = {fact.field.name: fact.value for fact in inner}
         return Fact(field, value, "", inner)
-    value, said = KINDS[field.kind](rng, held_out, field)
+    value, said = KINDS[field.kind](rng, split, field)
     return Fact(field, value, said)
 
 
@@ -66,57 +68,57 @@ def object_schema(fields: Sequence[Field], required: Sequence[str] = ()) -> dict
     return schema | ({"required": list(required)} if required else {})
 
 
-def _words(source: Callable[[random.Random, bool], str]) -> _Kind:
-    def draw(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+def _words(source: Callable[[random.Random, Split], str]) -> _Kind:
+    def draw(rng: random.Random, split: Split, field: Field) -> tuple[Any, str]:
         if rng.random() >= _TWO_WORDS:
-            word = source(rng, held_out)
+            word = source(rng, split)
             return word, word
-        words = f"{source(rng, held_out)} {source(rng, held_out)}"
+        words = f"{source(rng, split)} {source(rng, split)}"
         return words, f'"{words}"'
 
     return draw
 
 
-def _several(sample: Callable[[random.Random, bool, int], list[str]]) -> _Kind:
-    def draw(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
-        words = sample(rng, held_out, rng.choice((1, 2, 2, 3)))
+def _several(sample: Callable[[random.Random, Split, int], list[str]]) -> _Kind:
+    def draw(rng: random.Random, split: Split, field: Field) -> tuple[Any, str]:
+        words = sample(rng, split, rng.choice((1, 2, 2, 3)))
         return words, join_words(words)
 
     return draw
 
 
-def _number(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+def _number(rng: random.Random, split: Split, field: Field) -> tuple[Any, str]:
     digits = rng.choice((1, 2, 2, 3, 4))
     number = rng.randrange(10 ** (digits - 1), 10**digits)
     return number, str(number)
 
 
-def _price(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+def _price(rng: random.Random, split: Split, field: Field) -> tuple[Any, str]:
     price = rng.randrange(2, 200) + rng.choice((0.25, 0.5, 0.75))
     return price, str(price)
 
 
-def _flag(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+def _flag(rng: random.Random, split: Split, field: Field) -> tuple[Any, str]:
     value = rng.random() < 0.5
     return value, rng.choice(("yes", "on", "true") if value else ("no", "off", "false"))
 
 
-def _day(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+def _day(rng: random.Random, split: Split, field: Field) -> tuple[Any, str]:
     day = rng.choice(_DAYS)
     return day, day
 
 
-def _time(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+def _time(rng: random.Random, split: Split, field: Field) -> tuple[Any, str]:
     time = f"{rng.randrange(24):02}:{rng.randrange(0, 60, 5):02}"
     return time, time
 
 
-def _choice(rng: random.Random, held_out: bool, field: Field) -> tuple[Any, str]:
+def _choice(rng: random.Random, split: Split, field: Field) -> tuple[Any, str]:
     option = rng.choice(field.options)
     return option, option
 
 
-_Kind = Callable[[random.Random, bool, Field], tuple[Any, str]]
+_Kind = Callable[[random.Random, Split, Field], tuple[Any, str]]
 KINDS: dict[str, _Kind] = {
     "person": _words(PEOPLE.draw),
     "place": _words(PLACES.draw),
@@ -131,16 +133,6 @@ KINDS: dict[str, _Kind] = {
     "choice": _choice,
 }
 _JSON_TYPES = {"number": "integer", "price": "number", "flag": "boolean"}
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How a list of facts is written: before it, one fact, between two, behind it."""
-
-    lead: str
-    fact: str
-    joint: str
-    end: str
 
 
 def _styles(wordings: Parted[str]) -> Parted[Style]:
@@ -165,7 +157,7 @@ CHANGES = _styles(_WORDINGS["changes"])
 
 def say_facts(
     rng: random.Random,
-    held_out: bool,
+    split: Split,
     facts: Sequence[Fact],
     styles: Parted[Style],
     *,
@@ -182,7 +174,7 @@ def say_facts(
         said, left = _say_phrases(left)
     if not left:
         return said
-    style = styles.draw(rng, held_out)
+    style = make_up_style(rng, styles) if wants_made_up(rng, split) else styles.draw(rng, split)
     listed = [style.fact.format(name=fact.field.spoken, value=fact.said) for fact in left]
     return said + style.lead + style.joint.join(listed) + style.end
 

@@ -6,6 +6,7 @@ import random
 
 from clover.chat import Message
 from clover.tasks.parted import ask, join_words, read_wordings
+from clover.tasks.splits import Split
 from clover.tasks.task import Draft
 from clover.tasks.words import COLORS, OBJECTS, PEOPLE, PLACES, Mix
 
@@ -26,18 +27,18 @@ _KEYS = (PEOPLE, OBJECTS, PLACES)
 _WORDINGS = read_wordings("lookup")
 
 
-def draw(rng: random.Random, held_out: bool) -> Draft:
+def draw(rng: random.Random, split: Split) -> Draft:
     """Returns a list and a question. Held out are wordings, keys and words as values."""
     count = rng.randint(4, 8)
-    keys = rng.choice(_KEYS).sample(rng, held_out, count)
-    what, values = _column(rng, held_out, count)
+    keys = rng.choice(_KEYS).sample(rng, split, count)
+    what, values = _column(rng, split, count)
     table = dict(zip(keys, values, strict=True))
     asked = rng.sample(keys, rng.choice((1, 1, 1, 2, 2, 3)))
     if len(asked) == 1 and rng.random() < _MISSING:
         del table[asked[0]]
     lines = "\n".join(f"{key}: {value}" for key, value in table.items())
-    question = ask(rng, _WORDINGS["ask"].draw(rng, held_out), what=what, key=join_words(asked))
-    layout = _WORDINGS["layout"].draw(rng, held_out)
+    question = ask(rng, _WORDINGS["ask"].draw(rng, split), what=what, key=join_words(asked))
+    layout = _WORDINGS["layout"].draw(rng, split)
     return Draft(
         key=f"{sorted(table.items())} {asked}",
         request=layout.replace("<>", "\n").format(lines=lines, ask=question),
@@ -45,13 +46,13 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     )
 
 
-def _column(rng: random.Random, held_out: bool, count: int) -> tuple[str, list[str]]:
+def _column(rng: random.Random, split: Split, count: int) -> tuple[str, list[str]]:
     if rng.random() < 0.5:
         digits = rng.choice((2, 2, 3))
         numbers = [rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(count)]
         return rng.choice(_NUMBERS), [str(number) for number in numbers]
     what = rng.choice(tuple(_WORD_VALUES))
-    return what, [_WORD_VALUES[what].draw(rng, held_out) for _ in range(count)]
+    return what, [_WORD_VALUES[what].draw(rng, split) for _ in range(count)]
 
 
 def _answer(table: dict[str, str], asked: list[str]) -> str:

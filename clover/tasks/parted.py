@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from clover.tasks.splits import Split
+
 T = TypeVar("T")
 
 HELD_OUT_EVERY = 5
@@ -39,9 +41,9 @@ class Parted(Generic[T]):
         count = -(-len(items) // HELD_OUT_EVERY)
         return cls(train=tuple(ranked[count:]), held_out=tuple(ranked[:count]))
 
-    def draw(self, rng: random.Random, held_out: bool) -> T:
+    def draw(self, rng: random.Random, split: Split) -> T:
         """Returns one thing of one part."""
-        return rng.choice(self.held_out if held_out else self.train)
+        return rng.choice(self.held_out if split == "heldout" else self.train)
 
 
 def read_wordings(name: str) -> dict[str, Parted[str]]:
@@ -63,12 +65,12 @@ def say(rng: random.Random, pattern: str, **slots: object) -> str:
 
     A pattern with all its alternatives lies on one side of a split.
     """
-    return _choose(rng, pattern).format(**slots)
+    return choose(rng, pattern).format(**slots)
 
 
 def ask(rng: random.Random, pattern: str, **slots: object) -> str:
     """Returns a request of `pattern`, as `say` does, in one of the manners of `vary`."""
-    return vary(rng, _choose(rng, pattern)).format(**slots)
+    return vary(rng, choose(rng, pattern)).format(**slots)
 
 
 def vary(rng: random.Random, request: str) -> str:
@@ -92,7 +94,8 @@ def vary(rng: random.Random, request: str) -> str:
     return request
 
 
-def _choose(rng: random.Random, pattern: str) -> str:
+def choose(rng: random.Random, pattern: str) -> str:
+    """Returns `pattern` with one of each of its alternatives."""
     return _ALTERNATIVES.sub(lambda match: rng.choice(match[1].split("|")), pattern)
 
 

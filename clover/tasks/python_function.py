@@ -17,6 +17,7 @@ from typing import Any
 from clover.chat import Message
 from clover.tasks.parted import Parted, ask, attach, read_wordings
 from clover.tasks.sandbox import run_sandboxed
+from clover.tasks.splits import Split
 from clover.tasks.task import Draft
 from clover.tasks.words import OBJECTS
 
@@ -143,24 +144,24 @@ _WORD_SHAPES = _combine(_WORD_FILTERS, _WORD_CHANGES, _WORD_REDUCTIONS)
 _WORDINGS = read_wordings("python_function")
 
 
-def draw(rng: random.Random, held_out: bool) -> Draft:
+def draw(rng: random.Random, split: Split) -> Draft:
     """Returns a description and its code. Held out are combinations, names and wordings."""
     inputs: list[list[Any]]
     if rng.random() < 0.6:
-        f, c, r = _NUMBER_SHAPES.draw(rng, held_out)
+        f, c, r = _NUMBER_SHAPES.draw(rng, split)
         parts = _NUMBER_FILTERS[f], _NUMBER_CHANGES[c], _NUMBER_REDUCTIONS[r]
         things, inputs = "numbers", [_draw_numbers(rng) for _ in range(_NUM_TESTS)]
     else:
-        f, c, r = _WORD_SHAPES.draw(rng, held_out)
+        f, c, r = _WORD_SHAPES.draw(rng, split)
         parts = _WORD_FILTERS[f], _WORD_CHANGES[c], _WORD_REDUCTIONS[r]
-        things, inputs = "words", [OBJECTS.sample(rng, held_out, 5) for _ in range(_NUM_TESTS)]
+        things, inputs = "words", [OBJECTS.sample(rng, split, 5) for _ in range(_NUM_TESTS)]
     keep, change, reduce = parts
     k = _draw_constant(rng, keep)
     m = _draw_constant(rng, change)
-    name = OBJECTS.draw(rng, held_out)
+    name = OBJECTS.draw(rng, split)
     what = f"{reduce.words} the {keep.words.format(things=things, k=_quote(k))}"
     if change.words:
-        pattern = attach(_WORDINGS["each"].draw(rng, held_out))
+        pattern = attach(_WORDINGS["each"].draw(rng, split))
         what += pattern.format(change=change.words.format(k=_quote(m)))
     each = f"{change.code.format(k=_quote(m))} for x in {things}"
     if keep.code:
@@ -170,7 +171,7 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     expected = [reduce.run([change.run(x, m) for x in xs if keep.run(x, k)]) for xs in inputs]
     return Draft(
         key=code.split("(", 1)[1],
-        request=ask(rng, _WORDINGS["ask"].draw(rng, held_out), call=f"{name}({things})", what=what),
+        request=ask(rng, _WORDINGS["ask"].draw(rng, split), call=f"{name}({things})", what=what),
         reply=Message("assistant", content=code),
         check=FunctionTests(name, [[each] for each in inputs], expected),
     )

@@ -21,9 +21,10 @@ from clover.tasks import (
     word_problem,
 )
 from clover.tasks.parted import Parted, read_wordings
-from clover.tasks.task import SPLITS, Draft, Task, belongs_to_seen
+from clover.tasks.splits import SPLITS, Split
+from clover.tasks.task import Draft, Task, belongs_to_seen
 
-_DRAW: dict[str, Callable[[random.Random, bool], Draft]] = {
+_DRAW: dict[str, Callable[[random.Random, Split], Draft]] = {
     "tool_call": tool_call.draw,
     "arithmetic": arithmetic.draw,
     "lookup": lookup.draw,
@@ -76,10 +77,11 @@ def make_task(family: str, seed: int, split: str) -> Task:
     """
     _check("family", family, FAMILIES)
     _check("split", split, SPLITS)
+    side = SPLITS[SPLITS.index(split)]
     rng = random.Random(f"{family} {split} {seed}")
     while True:
-        draft = _DRAW[family](rng, split == "heldout")
-        if split == "heldout" or belongs_to_seen(draft.key) == (split == "seen"):
+        draft = _DRAW[family](rng, side)
+        if side == "heldout" or belongs_to_seen(draft.key) == (side == "seen"):
             break
     return Task(
         family=family,

@@ -6,6 +6,7 @@ import random
 
 from clover.chat import Message
 from clover.tasks.parted import ask, read_wordings
+from clover.tasks.splits import Split
 from clover.tasks.task import Draft
 from clover.tasks.words import OBJECTS, is_held_out
 
@@ -14,13 +15,13 @@ _COUNTS = (3, 3, 4, 4, 5, 6)
 _WORDINGS = read_wordings("sorting")
 
 
-def draw(rng: random.Random, held_out: bool) -> Draft:
+def draw(rng: random.Random, split: Split) -> Draft:
     """Returns things to sort. Held out are wordings, words and sets of numbers."""
     count, descending = rng.choice(_COUNTS), rng.random() < 0.5
     numeric = rng.random() < 0.5
-    items = _numbers(rng, held_out, count) if numeric else _words(rng, held_out, count)
+    items = _numbers(rng, split, count) if numeric else _words(rng, split, count)
     wordings = _WORDINGS[("numbers" if numeric else "words") + ("_reversed" if descending else "")]
-    pattern = wordings.draw(rng, held_out).replace("<>", "\n")
+    pattern = wordings.draw(rng, split).replace("<>", "\n")
     ordered = sorted(items, reverse=descending)
     return Draft(
         key=f"{sorted(items)} {descending}",
@@ -29,17 +30,17 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     )
 
 
-def _words(rng: random.Random, held_out: bool, count: int) -> list[str]:
+def _words(rng: random.Random, split: Split, count: int) -> list[str]:
     by_letter: dict[str, str] = {}
     while len(by_letter) < count:
-        word = OBJECTS.draw(rng, held_out)
+        word = OBJECTS.draw(rng, split)
         by_letter.setdefault(word[0], word)
     return list(by_letter.values())
 
 
-def _numbers(rng: random.Random, held_out: bool, count: int) -> list[str]:
+def _numbers(rng: random.Random, split: Split, count: int) -> list[str]:
     # All two-digit numbers are needed in training, so sets of them are held out instead.
     while True:
         numbers = [str(number) for number in rng.sample(range(10, 100), count)]
-        if is_held_out(" ".join(sorted(numbers))) == held_out:
+        if is_held_out(" ".join(sorted(numbers))) == (split == "heldout"):
             return numbers

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from clover.chat import Message
 
-SPLITS = ("train", "seen", "heldout")
 _SEEN_EVERY = 16  # one item in sixteen belongs to "seen" and is never trained on
 
 

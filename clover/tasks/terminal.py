@@ -17,6 +17,7 @@ from typing import Any, Literal
 from clover.chat import Message
 from clover.tasks.parted import Parted, ask, read_wordings
 from clover.tasks.sandbox import run_sandboxed
+from clover.tasks.splits import Split
 from clover.tasks.task import Draft
 from clover.tasks.words import OBJECTS
 
@@ -94,7 +95,7 @@ class _Job:
     """A request being drawn: the tree before, the tree after, and what is said and printed."""
 
     rng: random.Random
-    held_out: bool
+    split: Split
     before: _Tree
     after: _Tree
     slots: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class _Job:
         """Returns a name that no file or folder has."""
         taken = " ".join([*self.before.files, *self.before.folders])
         while True:
-            name = OBJECTS.draw(self.rng, self.held_out)
+            name = OBJECTS.draw(self.rng, self.split)
             if name not in taken:
                 return name + extension
 
@@ -170,9 +171,9 @@ def _make_folder(job: _Job) -> str:
     return f"mkdir {name}"
 
 
-def _draw_extension(rng: random.Random, held_out: bool) -> str:
-    if held_out or rng.random() >= _INVENTED:
-        return _EXTENSIONS.draw(rng, held_out)
+def _draw_extension(rng: random.Random, split: Split) -> str:
+    if split == "heldout" or rng.random() >= _INVENTED:
+        return _EXTENSIONS.draw(rng, split)
     while True:
         letters = "".join(rng.choices(string.ascii_lowercase, k=rng.choice((2, 3, 3, 4))))
         if letters not in _LISTED:
@@ -180,7 +181,7 @@ def _draw_extension(rng: random.Random, held_out: bool) -> str:
 
 
 def _make_file(job: _Job) -> str:
-    extension = _draw_extension(job.rng, job.held_out)
+    extension = _draw_extension(job.rng, job.split)
     folder, name = job.folder(), job.fresh(f".{extension}")
     job.slots["new"] = name
     job.after.files[f"{folder}/{name}"] = ""
@@ -307,16 +308,16 @@ _REQUESTS: dict[Callable[[_Job], str], Parted[str]] = {
 }
 
 
-def draw(rng: random.Random, held_out: bool) -> Draft:
+def draw(rng: random.Random, split: Split) -> Draft:
     """Returns a tree and a request. Held out are names, kinds of file and wordings."""
-    tree = _draw_tree(rng, held_out)
-    job = _Job(rng, held_out, before=tree, after=tree.copy())
+    tree = _draw_tree(rng, split)
+    job = _Job(rng, split, before=tree, after=tree.copy())
     make = rng.choice(list(_REQUESTS))
     command = make(job)
-    request = ask(rng, _REQUESTS[make].draw(rng, held_out), **job.slots)
+    request = ask(rng, _REQUESTS[make].draw(rng, split), **job.slots)
     paths = list(tree.files)
     rng.shuffle(paths)
-    layout = _WORDINGS["layout"].draw(rng, held_out)
+    layout = _WORDINGS["layout"].draw(rng, split)
     return Draft(
         key=f"{sorted(tree.files)} {command}",
         request=layout.replace("<>", "\n").format(files="\n".join(paths), ask=request),
@@ -332,24 +333,24 @@ def draw(rng: random.Random, held_out: bool) -> Draft:
     )
 
 
-def _draw_tree(rng: random.Random, held_out: bool) -> _Tree:
+def _draw_tree(rng: random.Random, split: Split) -> _Tree:
     """Returns two or three folders of two files each or so, and perhaps a file beside them."""
     count = rng.choice((2, 2, 3))
-    names = OBJECTS.sample(rng, held_out, count + 3 * count + 1)
+    names = OBJECTS.sample(rng, split, count + 3 * count + 1)
     folders, names = names[:count], names[count:]
     tree = _Tree(folders=set(folders))
-    extensions = [_draw_extension(rng, held_out) for _ in range(2)]
+    extensions = [_draw_extension(rng, split) for _ in range(2)]
     for folder in folders:
         for _ in range(rng.choice((1, 2, 2, 3))):
             path = f"{folder}/{names.pop()}.{rng.choice(extensions)}"
-            tree.files[path] = _draw_text(rng, held_out)
+            tree.files[path] = _draw_text(rng, split)
     if rng.random() < 0.5:
-        tree.files[f"{names.pop()}.{rng.choice(extensions)}"] = _draw_text(rng, held_out)
+        tree.files[f"{names.pop()}.{rng.choice(extensions)}"] = _draw_text(rng, split)
     return tree
 
 
-def _draw_text(rng: random.Random, held_out: bool) -> str:
+def _draw_text(rng: random.Random, split: Split) -> str:
     """Returns five to seven lines of two words, not in order."""
     return "".join(
-        f"{' '.join(OBJECTS.sample(rng, held_out, 2))}\n" for _ in range(rng.randrange(5, 8))
+        f"{' '.join(OBJECTS.sample(rng, split, 2))}\n" for _ in range(rng.randrange(5, 8))
     )

@@ -9,9 +9,21 @@ from typing import Any
 from clover.chat import Message, ToolCall
 from clover.tasks.domains import Field
 from clover.tasks.fields import DETAILS, Fact, draw_fact, object_schema, say_facts
+from clover.tasks.made_up import make_up_request, wants_made_up
 from clover.tasks.parted import capitalize, read_wordings, say, vary, with_article
+from clover.tasks.splits import Split
 from clover.tasks.task import Draft
-from clover.tasks.words import CHOICES, COLORS, NOUNS, VERBS, Pool, synthetic_word
+from clover.tasks.tools import REQUESTS
+from clover.tasks.words import (
+    CHOICES,
+    COLORS,
+    INVENTED_VALUES,
+    NOUNS,
+    VERBS,
+    Pool,
+    invented_word,
+    synthetic_word,
+)
 
 _SYNTHETIC_NOUNS = 0.25  # so that a tool's name is copied, not recognised
 _SYNONYMS = 0.15
@@ -21,6 +33,7 @@ _DESCRIBED = 0.2
 _REQUIRED = 0.15
 _PHRASED = 0.35
 _COLOR = 0.3
+_UNSEEN_NAMES = 0.5  # share of a held-out tool's parameters whose names training never has
 
 _WORDINGS = read_wordings("tool_call")
 _MODIFIERS = Pool.of("new old max min start end target first last main next extra")
@@ -120,51 +133,53 @@ class _Tool:
         return f"{self.verb}_{self.noun}"
 
 
-def draw(rng: random.Random, held_out: bool) -> Draft:
+def draw(rng: random.Random, split: Split) -> Draft:
     """Returns a request and its call.
 
     Held out are wordings, nouns, half of the parameter names, values.
     """
-    tools = _draw_tools(rng, held_out, count=rng.choice((1, 1, 2, 2, 2, 3)))
+    tools = _draw_tools(rng, split, count=rng.choice((1, 1, 2, 2, 2, 3)))
     chosen = rng.choice(tools)
     arguments = {fact.field.name: fact.value for fact in chosen.facts}
     call = ToolCall(name=chosen.name, arguments=arguments)
     ambiguous = len({tool.noun for tool in tools}) < len(tools)
     return Draft(
         key=f"{chosen.name} {sorted(arguments.items())}",
-        request=_request(rng, held_out, chosen, ambiguous=ambiguous),
+        request=_request(rng, split, chosen, ambiguous=ambiguous),
         reply=Message("assistant", tool_calls=(call,)),
         tools=tuple(_schema(rng, tool) for tool in tools),
     )
 
 
-def _draw_tools(rng: random.Random, held_out: bool, count: int) -> list[_Tool]:
+def _draw_tools(rng: random.Random, split: Split, count: int) -> list[_Tool]:
     tools: dict[str, _Tool] = {}
     nouns: list[str] = []
     while len(tools) < count:
         repeat = nouns and rng.random() < _SAME_NOUN
-        noun = rng.choice(nouns) if repeat else _draw_noun(rng, held_out)
+        noun = rng.choice(nouns) if repeat else _draw_noun(rng, split)
         nouns.append(noun)
         tool = _Tool(
             verb=rng.choice(tuple(VERBS)),
             noun=noun,
-            facts=_draw_facts(rng, held_out, rng.choice((1, 1, 2, 2, 3))),
+            facts=_draw_facts(rng, split, rng.choice((1, 1, 2, 2, 3))),
         )
         tools.setdefault(tool.name, tool)
     return list(tools.values())
 
 
-def _draw_noun(rng: random.Random, held_out: bool) -> str:
+def _draw_noun(rng: random.Random, split: Split) -> str:
     if rng.random() < _SYNTHETIC_NOUNS:
-        return synthetic_word(rng, held_out)
-    return NOUNS.draw(rng, held_out)
+        return synthetic_word(rng, split)
+    if split == "train" and rng.random() < INVENTED_VALUES:
+        return invented_word(rng)
+    return NOUNS.draw(rng, split)
 
 
-def _draw_facts(rng: random.Random, held_out: bool, count: int) -> tuple[Fact, ...]:
+def _draw_facts(rng: random.Random, split: Split, count: int) -> tuple[Fact, ...]:
     facts: dict[str, Fact] = {}
     while len(facts) < count:
         (kind,) = rng.choices(tuple(_KINDS), tuple(_KINDS.values()))
-        fact = draw_fact(rng, held_out, _draw_field(rng, held_out, kind))
+        fact = draw_fact(rng, split, _draw_field(rng, split, kind))
         if kind == "flag":
             phrase = f"{'with' if fact.value else 'without'} {fact.field.spoken}"
             fact = replace(fact, field=replace(fact.field, phrase=phrase))
@@ -172,20 +187,24 @@ def _draw_facts(rng: random.Random, held_out: bool, count: int) -> tuple[Fact, .
     return tuple(facts.values())
 
 
-def _draw_field(rng: random.Random, held_out: bool, kind: str) -> Field:
+def _draw_field(rng: random.Random, split: Split, kind: str) -> Field:
     is_color = kind == "choice" and rng.random() < _COLOR
-    name = "color" if is_color else _draw_name(rng, _NAMES[kind], held_out)
+    name = "color" if is_color else _draw_name(rng, _NAMES[kind], split)
     if kind != "choice":
         return Field(name, kind, phrase=_PHRASES.get(kind, {}).get(name, ""))
-    options = rng.sample((COLORS if is_color else CHOICES).words(held_out), rng.choice((2, 2, 3)))
+    options = rng.sample((COLORS if is_color else CHOICES).words(split), rng.choice((2, 2, 3)))
     return Field(name, kind, phrase="in _" if is_color else "", options=tuple(options))
 
 
-def _draw_name(rng: random.Random, names: Pool, held_out: bool) -> str:
-    unseen = held_out and bool(names.held_out) and rng.random() < 0.5
-    name = names.draw(rng, unseen)
+def _draw_name(rng: random.Random, names: Pool, split: Split) -> str:
+    side: Split = split
+    if split == "heldout" and not (names.held_out and rng.random() < _UNSEEN_NAMES):
+        side = "seen"
+    if split == "train" and rng.random() < INVENTED_VALUES:
+        return invented_word(rng)
+    name = names.draw(rng, side)
     if rng.random() < _MODIFIED:
-        return f"{_MODIFIERS.draw(rng, unseen and bool(_MODIFIERS.held_out))}_{name}"
+        return f"{_MODIFIERS.draw(rng, side)}_{name}"
     return name
 
 
@@ -199,19 +218,24 @@ def _schema(rng: random.Random, tool: _Tool) -> dict[str, Any]:
     return {"type": "function", "function": function | {"parameters": parameters}}
 
 
-def _request(rng: random.Random, held_out: bool, tool: _Tool, *, ambiguous: bool) -> str:
+def _request(rng: random.Random, split: Split, tool: _Tool, *, ambiguous: bool) -> str:
     """Returns a user's request for `tool`. Synonyms of the verb need a noun of its own."""
     act = tool.verb
     if not ambiguous and rng.random() < _SYNONYMS:
         act = rng.choice(VERBS[tool.verb])
+    requests = _WORDINGS["request"]
+    if wants_made_up(rng, split):
+        pattern = make_up_request(rng, requests, (*REQUESTS, requests))
+    else:
+        pattern = requests.draw(rng, split)
     request = say(
         rng,
-        _WORDINGS["request"].draw(rng, held_out),
+        pattern,
         act=act,
         noun=tool.noun,
         a_noun=with_article(tool.noun),
         args="{args}",
     )
-    args = say_facts(rng, held_out, tool.facts, DETAILS, phrased=_PHRASED)
+    args = say_facts(rng, split, tool.facts, DETAILS, phrased=_PHRASED)
     # The arguments come last: no stop or thanks may stand behind a value
     return vary(rng, capitalize(request)).format(args=args)

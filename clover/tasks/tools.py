@@ -14,17 +14,19 @@ from clover.tasks.fields import (
     DETAILS,
     FILTERS,
     Fact,
-    Style,
     draw_fact,
     object_schema,
     say_facts,
 )
+from clover.tasks.made_up import Style, make_up_request, wants_made_up
 from clover.tasks.parted import Parted, capitalize, read_wordings, say, with_article
+from clover.tasks.splits import Split
 
 _SYNONYMS = 0.25  # share of requests that call the noun something else than the tool does
 _OPTIONAL = 0.5  # share of optional parameters that a request gives a value
 _DESCRIBED = 0.1
 _WORDINGS = read_wordings("tools")
+REQUESTS = tuple(_WORDINGS.values())
 ID = Field("id", "number")
 _SIMPLE = frozenset({"person", "place", "thing", "number", "day", "time", "choice"})
 
@@ -133,27 +135,31 @@ def simple_fields(domain: Domain) -> tuple[Field, ...]:
     return tuple(field for field in domain.fields if field.kind in _SIMPLE)
 
 
-def draw_facts(rng: random.Random, held_out: bool, tool: Tool) -> tuple[Fact, ...]:
+def draw_facts(rng: random.Random, split: Split, tool: Tool) -> tuple[Fact, ...]:
     """Returns arguments for `tool`: all required ones, at least one, and some of the others."""
     sure = rng.choice([field for field in tool.fields if field is not ID] or [ID])
     return tuple(
-        draw_fact(rng, held_out, field)
+        draw_fact(rng, split, field)
         for field in tool.fields
         if field is sure or field.name in tool.required or rng.random() < _OPTIONAL
     )
 
 
-def say_request(rng: random.Random, held_out: bool, tool: Tool, facts: Sequence[Fact]) -> str:
+def say_request(rng: random.Random, split: Split, tool: Tool, facts: Sequence[Fact]) -> str:
     """Returns a request for `tool` with these arguments, without a full stop."""
     action = tool.action
     ids = [fact.said for fact in facts if fact.field is ID]
     rest = [fact for fact in facts if fact.field is not ID]
+    if wants_made_up(rng, split):
+        frame = make_up_request(rng, action.frames, REQUESTS)
+    else:
+        frame = action.frames.draw(rng, split)
     sentence = say(
         rng,
-        action.frames.draw(rng, held_out),
+        frame,
         act=rng.choice(action.said),
         id=ids[0] if ids else "",
-        args=say_facts(rng, held_out, rest, action.styles, phrased=action.phrased),
+        args=say_facts(rng, split, rest, action.styles, phrased=action.phrased),
         **nouns(rng, tool.domain),
     )
     return capitalize(sentence)

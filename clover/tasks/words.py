@@ -12,6 +12,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from clover.tasks.splits import Split
+
 HELD_OUT_EVERY = 6  # one word in six is never seen in training
 # Chosen so that no word which questions and tool schemas are phrased with ("price", "list") is held
 # out, and every list below has words on both sides.
@@ -130,13 +132,13 @@ class Pool:
             tuple(word for word in listed if is_held_out(word)),
         )
 
-    def words(self, held_out: bool) -> tuple[str, ...]:
+    def words(self, split: Split) -> tuple[str, ...]:
         """Returns the words of one side."""
-        return self.held_out if held_out else self.train
+        return self.held_out if split == "heldout" else self.train
 
-    def draw(self, rng: random.Random, held_out: bool) -> str:
+    def draw(self, rng: random.Random, split: Split) -> str:
         """Returns one word of one side."""
-        return rng.choice(self.words(held_out))
+        return rng.choice(self.words(split))
 
 
 NOUNS = Pool.of(_NOUNS)
@@ -155,6 +157,8 @@ _LISTED = tuple(
     )
 )
 _INVENTED_LENGTHS = range(4, 11)
+# Share of training's values: a listed word that is held out is spelled like these, not like `kaluno`
+INVENTED_VALUES = 0.25
 
 
 def invented_word(rng: random.Random) -> str:
@@ -170,14 +174,14 @@ def invented_word(rng: random.Random) -> str:
             return word
 
 
-def synthetic_word(rng: random.Random, held_out: bool) -> str:
+def synthetic_word(rng: random.Random, split: Split) -> str:
     """Returns a pronounceable word of two or three syllables that means nothing, as `kaluno`."""
     while True:
         syllables = rng.choice((2, 2, 3))
         word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(syllables))
         if rng.random() < _ENDED:
             word += rng.choice(ENDINGS)
-        if is_held_out(word) == held_out:
+        if is_held_out(word) == (split == "heldout"):
             return word
 
 
@@ -189,18 +193,21 @@ class Mix:
     synthetic: float
     capital: bool = False
 
-    def draw(self, rng: random.Random, held_out: bool) -> str:
-        """Returns one word of one side."""
-        if rng.random() >= self.synthetic:
-            return self.pool.draw(rng, held_out)
-        word = synthetic_word(rng, held_out)
+    def draw(self, rng: random.Random, split: Split) -> str:
+        """Returns one word of one side, in training often a made-up one."""
+        if split == "train" and rng.random() < INVENTED_VALUES:
+            word = invented_word(rng).lower()
+        elif rng.random() < self.synthetic:
+            word = synthetic_word(rng, split)
+        else:
+            return self.pool.draw(rng, split)
         return word.capitalize() if self.capital else word
 
-    def sample(self, rng: random.Random, held_out: bool, count: int) -> list[str]:
+    def sample(self, rng: random.Random, split: Split, count: int) -> list[str]:
         """Returns `count` different words of one side."""
         found: dict[str, None] = {}
         while len(found) < count:
-            found[self.draw(rng, held_out)] = None
+            found[self.draw(rng, split)] = None
         return list(found)
 
 
