@@ -385,7 +385,7 @@ def test_made_up_wordings_say_what_no_held_out_one_says() -> None:
         listed = read_wordings("fields")[name]
         trained = {attach(style).replace("<>", "\n") for style in listed.train}
         drawn = {styles.draw(rng, "train").example for _ in range(5 * MANY)}
-        assert len(drawn - trained) > MANY
+        assert len(drawn - trained) > MANY / 2
         assert not set(map(gist, drawn - trained)) & gists(map(attach, listed.held_out))
     lists = read_wordings("tools")
     refused = gists(request for each in lists.values() for request in each.held_out)
