@@ -47,18 +47,18 @@ PARENT_SHARE: Final = 0.25
 # By documents. Families whose replies are short have few tokens to learn from, so there are more
 PARENT_WEIGHTS: Final = {
     "tool_use": 8.0,
-    "tool_call": 3.0,
+    "tool_call": 4.0,
     "arithmetic": 1.0,
     "lookup": 2.0,
-    "sorting": 4.0,
+    "sorting": 5.0,
     "expression": 1.5,
-    "word_problem": 4.0,
-    "extraction": 4.0,
-    "python_function": 2.0,
+    "word_problem": 6.0,
+    "extraction": 6.0,
+    "python_function": 1.5,
     "terminal": 3.5,
 }
 # A preview has sums to learn anew, everything else it mostly takes over
-CLOVER_WEIGHTS: Final = PARENT_WEIGHTS | {"arithmetic": 2.0, "expression": 4.0, "word_problem": 5.0}
+CLOVER_WEIGHTS: Final = PARENT_WEIGHTS | {"arithmetic": 2.0, "expression": 4.0}
 
 
 def parent_config(tokenizer: Tokenizer) -> ModelConfig:

@@ -17,8 +17,8 @@ from clover.tasks.parted import Parted, choose
 from clover.tasks.splits import Split
 from clover.tasks.words import invented_word
 
-_SHARE = 0.4  # of training's wordings
-_NEW_WORDS = 0.3  # of these, how many bind name and value by a word that means nothing
+_SHARE = 0.5  # of training's wordings
+_NEW_WORDS = 0.4  # of these, how many bind name and value by a word that means nothing
 _FACT = re.compile(
     r"(?P<before>[^{]*)\{(?P<first>\w+)\}(?P<between>[^{]*)\{(?P<second>\w+)\}(?P<after>[^{]*)"
 )
